@@ -1,0 +1,49 @@
+# Two commands: `make demo` trains a small language model on two processes, `make test` checks everything.
+# Both install into .venv first. PYTHON=/path/to/python uses that environment instead and installs nothing.
+
+VENV := .venv
+
+ifdef PYTHON
+READY :=
+else
+PYTHON := $(CURDIR)/$(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+# The first interpreter of a supported version, for making .venv.
+FIND_PYTHON = for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
+	&& command -v $$python && break; done
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint format install
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=2 examples/train_lm.py --check $(ARGS)
+
+test: lint
+	$(PYTHON) -m pytest -m "not gpu" $(ARGS)
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+
+format: $(READY)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+install: $(READY)
+
+$(VENV)/.installed: pyproject.toml
+	@if [ ! -x $(VENV)/bin/python ]; then \
+		python=$$($(FIND_PYTHON)); \
+		if [ -z "$$python" ]; then echo "no Python 3.11, 3.12 or 3.13 with the venv module on PATH; install one or pass PYTHON=/path/to/python" >&2; exit 1; fi; \
+		echo "making $(VENV) with $$python"; "$$python" -m venv $(VENV); \
+	fi
+	$(VENV)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(VENV)/bin/python -m pip install --quiet "torch==2.13.0" --editable ".[test]"
+	@touch $@

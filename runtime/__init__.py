@@ -1,0 +1,1 @@
+"""What runs a compiled step: shards, collectives, executor, optimizer (import name ``zcompile.runtime``)."""
