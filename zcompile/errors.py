@@ -1,0 +1,75 @@
+"""Every exception of zcompile, and how they are worded.
+
+A message is lower case, has no final period, names its subject first, gives the numbers that disagree, and ends with what to do.
+User mistakes derive from ``ValueError`` or ``TypeError`` as well; errors of a running job begin ``[rank 3 of 8]``.
+"""
+
+from __future__ import annotations
+
+
+class ZCompileError(Exception):
+    """The base of every error that zcompile raises on purpose."""
+
+
+class ConfigError(ZCompileError, ValueError):
+    """An argument or a combination of arguments that has no meaning."""
+
+
+class CaptureError(ZCompileError, ValueError):
+    """The model cannot be captured as one graph: says where, why and what to do."""
+
+
+class SignatureError(CaptureError):
+    """A call that cannot be served by any capture, such as one more signature than ``max_captures``."""
+
+
+class TextError(ZCompileError, ValueError):
+    """Graph text that does not parse: carries the line number."""
+
+
+class PassError(ZCompileError, ValueError):
+    """A pass was asked for something that it cannot do on this graph."""
+
+
+class PipelineError(ZCompileError, ValueError):
+    """A pipeline spec that is unknown, malformed or in an order that cannot work."""
+
+
+class VerifyError(ZCompileError, ValueError):
+    """A graph breaks an invariant: names the node, its source line and the nodes around it."""
+
+
+class ShardingError(ZCompileError, ValueError):
+    """A parameter that cannot be stored the way it was asked for."""
+
+
+class OptimizerError(ZCompileError, ValueError):
+    """An optimizer that would give wrong results on sharded parameters."""
+
+
+class StateError(ZCompileError, ValueError):
+    """A state dict that does not fit the model or the optimizer."""
+
+
+class MeshError(ZCompileError, ValueError):
+    """A device mesh or process group that zcompile cannot run on."""
+
+
+class BackwardError(ZCompileError, RuntimeError):
+    """A backward call that is not supported, such as double backward or a gradient for a detached output."""
+
+
+class UnfilledError(ZCompileError, RuntimeError):
+    """A parameter or buffer of a ``meta`` model was used before it was given values."""
+
+
+class RankError(ZCompileError, RuntimeError):
+    """Another rank failed, is gone or left: names it and its reason."""
+
+
+class RankMismatchError(RankError):
+    """Ranks disagree about what to do next: names the first difference."""
+
+
+class RankTimeoutError(RankError):
+    """A wait for other ranks passed its timeout: names the operation and who is missing."""

@@ -1,0 +1,84 @@
+"""Edits of a graph that keep names, types and sources right."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from zcompile.ir import meta
+
+
+def call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    name: str | None = None,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """Insert ``target(*args, **kwargs)`` at the insertion point, with its type inferred from its arguments' types.
+
+    Args:
+        graph: where to insert.
+        target: an operator overload with a fake kernel.
+        args: arguments; nodes stand for their values.
+        kwargs: keyword arguments.
+        name: the wanted name of the node; made unique.
+        like: a node to take the source line from.
+    """
+    kwargs = kwargs or {}
+    node = graph.create_node("call_function", target, args, kwargs, name=name)
+    meta.set_value(node, infer(target, args, kwargs))
+    if like is not None and "stack_trace" in like.meta:
+        node.meta["stack_trace"] = like.meta["stack_trace"]
+    return node
+
+
+def infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fake value of a call, from the fake values of the nodes in its arguments."""
+
+    def fake(arg: Any) -> Any:
+        return meta.value(arg) if isinstance(arg, fx.Node) else arg
+
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: meta.value(n))
+    mode = fake_mode_of([v for v in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(v, torch.Tensor)])
+    if mode is None:
+        return target(*fake_args, **fake_kwargs)
+    with mode:
+        return target(*fake_args, **fake_kwargs)
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """The fake tensor mode of the first fake tensor among ``values``; None without one."""
+    return next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+
+
+def unpack(graph: fx.Graph, node: fx.Node, names: Sequence[str | None]) -> list[fx.Node]:
+    """Insert one ``getitem`` for each result of a node with several."""
+    results = []
+    for index, (val, name) in enumerate(zip(meta.value(node), names, strict=True)):
+        item = graph.create_node("call_function", operator.getitem, (node, index), name=name)
+        meta.set_value(item, val)
+        results.append(item)
+    return results
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node picks one result of a node with several."""
+    return node.target is operator.getitem
+
+
+def erase_dead(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> int:
+    """Erase compute that nobody reads, from the end to the start; returns how many nodes went."""
+    erased = 0
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not keep(node):
+            graph.erase_node(node)
+            erased += 1
+    return erased

@@ -1,0 +1,85 @@
+"""The only reader and writer of ``node.meta``: what zcompile knows about a node beside its operator and arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from zcompile.ir.graph import Origin, Role
+
+_VALUE = "val"
+_ORIGIN = "zc_origin"
+_ROLES = "zc_roles"
+_REGION = "zc_region"
+_SOURCE = "stack_trace"
+
+
+def value(node: fx.Node) -> Any:
+    """The node's fake value: a tensor, a list or tuple of tensors, or None."""
+    return node.meta.get(_VALUE)
+
+
+def set_value(node: fx.Node, val: Any) -> None:
+    """Record the node's fake value."""
+    node.meta[_VALUE] = val
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that has exactly one."""
+    val = value(node)
+    assert isinstance(val, torch.Tensor), f"{node.name} has no single tensor value but {type(val).__name__}"
+    return val
+
+
+def origin(node: fx.Node) -> Origin | None:
+    """What a placeholder is."""
+    return node.meta.get(_ORIGIN)
+
+
+def set_origin(node: fx.Node, what: Origin) -> None:
+    """Say what a placeholder is."""
+    node.meta[_ORIGIN] = what
+
+
+def roles(output: fx.Node) -> list[Role]:
+    """The role of each value that an output node returns."""
+    return output.meta.get(_ROLES, [])
+
+
+def set_roles(output: fx.Node, what: list[Role]) -> None:
+    """Say what each returned value is."""
+    output.meta[_ROLES] = what
+
+
+def region(node: fx.Node) -> int | None:
+    """The index of the region that a compute node belongs to; None before the unit plan."""
+    return node.meta.get(_REGION)
+
+
+def set_region(node: fx.Node, index: int) -> None:
+    """Put a compute node into a region."""
+    node.meta[_REGION] = index
+
+
+def source(node: fx.Node) -> str:
+    """The user's source line that a node came from (``file:line``); empty when unknown."""
+    trace = node.meta.get(_SOURCE) or ""
+    files = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not files:
+        return ""
+    parts = files[-1].split(",")
+    path = parts[0].removeprefix("File ").strip().strip('"')
+    line = parts[1].replace("line", "").strip() if len(parts) > 1 else "?"
+    return f"{path}:{line}"
+
+
+def num_bytes(val: Any) -> int:
+    """Bytes of a fake value; lists count all their tensors."""
+    if isinstance(val, torch.Tensor):
+        return val.numel() * val.element_size()
+    if isinstance(val, (list, tuple)):
+        return sum(num_bytes(v) for v in val)
+    return 0

@@ -1,0 +1,96 @@
+"""The ``zc`` operators: the one vocabulary that the compiler and the runtime share.
+
+Each operator has a schema and a fake kernel here; its real work is done by the runtime's executor, or by the lockstep interpreter in tests.
+Operators take lists of tensors (one bucket), an axis name and the axis size; never a rank, pointer or process-group handle.
+
+==================  ==========================================================================================================
+``zc.unshard``      the full parameter of one shard, not yet scheduled: written by ``shard``, turned into gathers by ``unshard``
+``zc.all_gather``   start: shards ``[s0, ...]`` -> pending ``[size * s0, ...]`` (concatenated along dim 0, one coalesced call)
+``zc.reduce_scatter`` start: ``[size * s0, ...]`` -> pending ``[s0, ...]``, averaged over the axis
+``zc.all_reduce``   start: full tensors -> pending tensors of the same shape, averaged over the axis
+``zc.wait``         the values of a pending bucket
+``zc.release``      give gathered buffers back; their values are undefined afterwards
+==================  ==========================================================================================================
+
+``region_call`` is not a torch operator: it calls one of the graph's regions by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIB = torch.library.Library("zc", "DEF")
+
+_LIB.define("unshard(Tensor shard, str axis, int size, int dim, int[] shape) -> Tensor")
+_LIB.define("all_gather(Tensor[] shards, str axis, int size) -> Tensor[]")
+_LIB.define("reduce_scatter(Tensor[] tensors, str axis, int size) -> Tensor[]")
+_LIB.define("all_reduce(Tensor[] tensors, str axis, int size) -> Tensor[]")
+_LIB.define("wait(Tensor[] pending) -> Tensor[]")
+_LIB.define("release(Tensor[] tensors) -> ()")
+
+
+def _unshard_fake(shard: Tensor, axis: str, size: int, dim: int, shape: list[int]) -> Tensor:
+    return shard.new_empty(shape)
+
+
+def _all_gather_fake(shards: list[Tensor], axis: str, size: int) -> list[Tensor]:
+    return [s.new_empty((size * s.shape[0], *s.shape[1:])) for s in shards]
+
+
+def _reduce_scatter_fake(tensors: list[Tensor], axis: str, size: int) -> list[Tensor]:
+    return [t.new_empty((t.shape[0] // size, *t.shape[1:])) for t in tensors]
+
+
+def _all_reduce_fake(tensors: list[Tensor], axis: str, size: int) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in tensors]
+
+
+def _wait_fake(pending: list[Tensor]) -> list[Tensor]:
+    return [p.new_empty(p.shape) for p in pending]
+
+
+def _release_fake(tensors: list[Tensor]) -> None:
+    return None
+
+
+for _name, _fake in {
+    "unshard": _unshard_fake,
+    "all_gather": _all_gather_fake,
+    "reduce_scatter": _reduce_scatter_fake,
+    "all_reduce": _all_reduce_fake,
+    "wait": _wait_fake,
+    "release": _release_fake,
+}.items():
+    torch.library.register_fake(f"zc::{_name}", _fake, lib=_LIB)
+
+
+unshard: Any = torch.ops.zc.unshard.default
+all_gather: Any = torch.ops.zc.all_gather.default
+reduce_scatter: Any = torch.ops.zc.reduce_scatter.default
+all_reduce: Any = torch.ops.zc.all_reduce.default
+wait: Any = torch.ops.zc.wait.default
+release: Any = torch.ops.zc.release.default
+
+#: The operators that start a collective; each result must be waited for exactly once.
+COLLECTIVES: frozenset[Any] = frozenset({all_gather, reduce_scatter, all_reduce})
+#: Every operator of the namespace.
+ALL: frozenset[Any] = COLLECTIVES | {unshard, wait, release}
+
+
+def region_call(name: str, args: list[Any]) -> Any:
+    """Marks a call of region ``name`` in a graph; only executors and interpreters give it meaning."""
+    raise RuntimeError(f"region '{name}' was called outside an executor")
+
+
+def is_collective(target: Callable[..., Any] | str) -> bool:
+    """Whether ``target`` starts a collective."""
+    return target in COLLECTIVES
+
+
+def is_zc(target: Callable[..., Any] | str) -> bool:
+    """Whether ``target`` is one of the ``zc`` operators."""
+    return target in ALL
