@@ -1,0 +1,1 @@
+"""Proofs about graphs: what must always hold, and what a pass has established."""
