@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
     from zcompile.ir.graph import Origin, Role
@@ -15,6 +16,9 @@ _ORIGIN = "zc_origin"
 _ROLES = "zc_roles"
 _REGION = "zc_region"
 _SOURCE = "stack_trace"
+_RECOMPUTE = "recompute"
+#: the partitioner treats tagged nodes with one id as one checkpointed region; far from the ids that user checkpoints get
+_PARAM_CHAINS = 100_000
 
 
 def value(node: fx.Node) -> Any:
@@ -62,6 +66,17 @@ def region(node: fx.Node) -> int | None:
 def set_region(node: fx.Node, index: int) -> None:
     """Put a compute node into a region."""
     node.meta[_REGION] = index
+
+
+def recompute(node: fx.Node) -> bool:
+    """Whether the split must compute this node again in backward instead of saving it."""
+    return node.meta.get(_RECOMPUTE) is CheckpointPolicy.MUST_RECOMPUTE
+
+
+def set_recompute(node: fx.Node) -> None:
+    """Tag a node for the split: never saved, computed again where backward needs it."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = _PARAM_CHAINS
 
 
 def source(node: fx.Node) -> str:
