@@ -6,6 +6,7 @@ When a new torch changes one of them, ``python -m zcompile doctor`` (and the tes
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,11 @@ def is_fake(value: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage while it is alive; works for fake tensors."""
+    return tensor.untyped_storage()._cdata
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
@@ -135,6 +141,61 @@ def min_cut_split(joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: li
         )
 
 
+# Operators. -----------------------------------------------------------------------------------------------------------
+
+
+def is_overload(target: Any) -> bool:
+    """Whether ``target`` is one overload of a torch operator, such as ``torch.ops.aten.sum.dim_IntList``."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether ``target`` is a higher-order operator, such as ``torch.ops.higher_order.run_and_save_rng_state``."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def higher_order_operator(name: str) -> Any:
+    """The higher-order operator called ``name``, those that save and restore random state included; None without one."""
+    from torch._prims import rng_prims
+
+    assert rng_prims is not None  # its import registers operators
+    try:
+        return getattr(torch.ops.higher_order, name)
+    except AttributeError:
+        return None
+
+
+def schema_returns(target: Any) -> list[str] | None:
+    """The types of an overload's results, such as ``["Tensor", "Tensor[]"]``; None for what has no schema."""
+    return [str(r.type) for r in target._schema.returns] if is_overload(target) else None
+
+
+@functools.cache
+def shared_arguments(op: Any) -> tuple[tuple[str, ...], ...]:
+    """For each return of an operator overload, the names of the arguments whose memory it may share, by its schema."""
+    if op is torch.ops.aten._unsafe_view.default:  # a view whose schema does not say so
+        return (("self",),)
+    arguments = [(a.name, set(a.alias_info.before_set)) for a in op._schema.arguments if a.alias_info is not None]
+    shared = []
+    for result in op._schema.returns:
+        letters = None if result.alias_info is None else set(result.alias_info.before_set)
+        # a list of views (``Tensor(a)[]``) comes without its letter
+        shared.append(tuple(name for name, own in arguments if letters is not None and (not letters or letters & own)))
+    return tuple(shared)
+
+
+@functools.cache
+def argument_names(op: Any) -> tuple[str, ...]:
+    """The names of an operator overload's arguments, in order."""
+    return tuple(a.name for a in op._schema.arguments)
+
+
+@functools.cache
+def is_mutating(op: Any) -> bool:
+    """Whether an operator overload writes into one of its arguments."""
+    return op._schema.is_mutable
+
+
 # Inductor. ------------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +257,121 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+# Ranks: stores and collectives of our own process group. ---------------------------------------------------------------
+
+
+def store_client(store: Any) -> Any:
+    """A client of ``store`` that another thread may use at the same time; ``store`` itself where it needs no connection."""
+    return store.clone() if store_host(store) else store
+
+
+def store_host(store: Any) -> str:
+    """The process that takes a TCPStore with it when it ends, in words; empty for file and in-memory stores."""
+    import os
+
+    from torch.distributed import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return ""
+    return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+
+
+def start_all_gather(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+    """One coalesced all-gather along dim 0: ``outputs[i]`` is all ranks' ``inputs[i]``."""
+    return group.allgather_into_tensor_coalesced(outputs, inputs)
+
+
+def start_reduce_scatter(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: Any) -> Any:
+    """One coalesced reduce-scatter along dim 0. Gloo's work of this ignores the timeout of a wait."""
+    from torch.distributed import ReduceScatterOptions
+
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+
+
+def start_all_reduce(group: Any, tensors: list[torch.Tensor], op: Any) -> Any:
+    """One coalesced all-reduce in place. Gloo concatenates the tensors, which changes how it rounds."""
+    from torch._C._distributed_c10d import AllreduceCoalescedOptions
+
+    options = AllreduceCoalescedOptions()
+    options.reduceOp = op
+    return group.allreduce_coalesced(tensors, options)
+
+
+def start_one_all_reduce(group: Any, tensor: torch.Tensor, op: Any) -> Any:
+    """An all-reduce of one tensor in place."""
+    from torch.distributed import AllreduceOptions
+
+    options = AllreduceOptions()
+    options.reduceOp = op
+    return group.allreduce([tensor], options)
+
+
+def start_broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
+    """A broadcast of one tensor in place."""
+    from torch.distributed import BroadcastOptions
+
+    options = BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([tensor], options)
+
+
+def is_short_wait_over(error: RuntimeError) -> bool:
+    """Whether ``error`` only says that ``work.wait(timeout)`` ended before the work did (which stays intact on gloo)."""
+    return "Operation timed out" in str(error)
+
+
+def abort_group(group: Any) -> None:
+    """End all collectives of ``group`` at once, so that streams which wait for them go on (NCCL only)."""
+    group.abort()
+
+
+def keep_forever(value: Any) -> None:
+    """Never destroy ``value``: destroying a gloo group joins threads that may wait for an absent rank."""
+    import ctypes
+
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+# Tensors in lists, hooks of tensors. ---------------------------------------------------------------------------------
+
+
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """``target.copy_(source)`` for each pair."""
+    torch._foreach_copy_(targets, sources)
+
+
+def foreach_add(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """``target.add_(other)`` for each pair."""
+    torch._foreach_add_(targets, others)
+
+
+def foreach_mul(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """``target.mul_(factor)`` for each; ``factor`` has no dimensions."""
+    torch._foreach_mul_(targets, factor)
+
+
+def foreach_zero(targets: list[torch.Tensor]) -> None:
+    """``target.zero_()`` for each."""
+    torch._foreach_zero_(targets)
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The vector norm of each, computed in ``dtype``."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def move_tensor_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let ``target`` run the tensor and post-accumulate hooks of ``source``; their handles keep working."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 # Self-test. -----------------------------------------------------------------------------------------------------------
@@ -276,22 +452,75 @@ def _check_autograd() -> None:
     assert module_hooks(nn.Linear(1, 1)) == []
 
 
+def _check_operators() -> None:
+    mm, save = torch.ops.aten.mm.default, higher_order_operator("run_and_save_rng_state")
+    assert is_overload(mm) and not is_overload(save) and is_higher_order(save) and not is_higher_order(mm)
+    assert (mm.name(), torch.ops.aten.sum.dim_IntList.name(), save.name()) == ("aten::mm", "aten::sum.dim_IntList", "run_and_save_rng_state")
+    assert higher_order_operator("no_such_operator") is None
+    assert schema_returns(torch.ops.aten.split.Tensor) == ["List[Tensor]"], f"a list result is {schema_returns(torch.ops.aten.split.Tensor)}"
+
+
 def _check_fake() -> None:
     with new_fake_mode():
         value = torch.empty(2)
     assert is_fake(value) and not is_fake(torch.empty(2))
     assert all(issubclass(e, BaseException) for e in (*data_dependent_errors(), *dynamo_errors()))
+    assert storage_id(value) == storage_id(value.view(1, 2)) != storage_id(torch.empty(2))
     with as_if_compiling():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
 
 
+def _check_tensor_lists() -> None:
+    a, b = torch.ones(3), torch.full((2,), 2.0)
+    foreach_add([a, b], [a.clone(), b.clone()])
+    foreach_mul([a, b], torch.tensor(0.5))
+    assert [n.item() for n in foreach_norm([a, b], 1.0, torch.float64)] == [3.0, 4.0]
+    foreach_copy([a], [torch.full((3,), 5.0)])
+    foreach_zero([b])
+    assert a.tolist() == [5.0] * 3 and b.tolist() == [0.0] * 2
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    seen: list[str] = []
+    handle = old.register_hook(lambda g: seen.append("hook"))
+    old.register_post_accumulate_grad_hook(lambda p: seen.append("post"))
+    move_tensor_hooks(old, new)
+    new.sum().backward()
+    handle.remove()
+    new.sum().backward()
+    assert seen == ["hook", "post", "post"], f"moved hooks ran as {seen}"
+
+
+def _check_schemas() -> None:
+    aten = torch.ops.aten
+    assert shared_arguments(aten.view.default) == (("self",),) and shared_arguments(aten.mm.default) == ((),)
+    assert shared_arguments(aten.split.Tensor) == (("self",),)
+    assert argument_names(aten.mm.default) == ("self", "mat2")
+    assert is_mutating(aten.add_.Tensor) and not is_mutating(aten.add.Tensor)
+    state, x = higher_order_operator("run_and_save_rng_state")(aten.bernoulli.p, torch.ones(4), 0.5)
+    assert torch.equal(higher_order_operator("run_with_rng_state")(state, aten.bernoulli.p, torch.ones(4), 0.5), x)
+
+
+def _check_ranks() -> None:
+    from torch.distributed import HashStore, PrefixStore, ProcessGroup, TCPStore
+
+    store = PrefixStore("a", PrefixStore("b", HashStore()))
+    assert store_host(store) == "" and store_client(store) is store
+    assert store.underlying_store is not None and hasattr(TCPStore, "clone")
+    for name in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "abort"):
+        assert hasattr(ProcessGroup, name), f"ProcessGroup has no {name}"
+    assert is_short_wait_over(RuntimeError("Operation timed out!"))
+
+
 #: what ``doctor`` and the test suite run
 SELF_TESTS: dict[str, Callable[[], None]] = {
     "fake tensors": _check_fake,
+    "operators": _check_operators,
+    "operator schemas": _check_schemas,
     "capture with descriptors": _check_capture,
     "min-cut split": _check_split_and_inductor,
     "autograd hooks": _check_autograd,
+    "tensor lists and moved hooks": _check_tensor_lists,
+    "ranks": _check_ranks,
 }
 
 
