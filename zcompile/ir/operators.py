@@ -1,0 +1,62 @@
+"""The names of what a node calls: ``aten.mm``, ``aten.sum.dim_IntList``, ``operator.getitem``, ``higher_order.run_and_save_rng_state``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from zcompile import compat
+
+
+@cache
+def operator_name(target: Any) -> str:
+    """The text of a node's target; the overload is left out when it is ``default``."""
+    if compat.is_overload(target):
+        return target.name().replace("::", ".")
+    if compat.is_higher_order(target):
+        return f"higher_order.{target.name()}"
+    if isinstance(target, str):
+        return target
+    module = "operator" if target.__module__ == "_operator" else target.__module__
+    return f"{module}.{target.__qualname__}"
+
+
+@cache
+def find_operator(name: str) -> Callable[..., Any] | None:
+    """The operator with this text; None when there is none."""
+    namespace, _, rest = name.partition(".")
+    if namespace == "operator":
+        return getattr(operator, rest, None)
+    if namespace == "higher_order":
+        return compat.higher_order_operator(rest)
+    op, _, overload = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def returns_list(target: Callable[..., Any] | str) -> bool:
+    """Whether an operator returns a list of tensors, of a length that its schema does not tell."""
+    returns = _returns(target)
+    return returns is not None and len(returns) == 1 and returns[0].startswith("List")
+
+
+def returns_many(target: Callable[..., Any] | str) -> bool:
+    """Whether an operator's schema has more than one result."""
+    returns = _returns(target)
+    return returns is not None and len(returns) > 1
+
+
+def returns_nothing(target: Callable[..., Any] | str) -> bool:
+    """Whether an operator's schema has no result, like ``zc.release``."""
+    return _returns(target) == []
+
+
+@cache
+def _returns(target: Any) -> list[str] | None:
+    return compat.schema_returns(target)
