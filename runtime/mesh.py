@@ -1,0 +1,151 @@
+"""The ranks that a compiled model runs on: one mesh axis, a process group and a store of its own."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zcompile import compat
+from zcompile.errors import MeshError
+
+#: the process-group backend of each device type
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+#: the name of the axis when the user gave no mesh, or one without names
+DEFAULT_AXIS = "dp"
+
+
+@dataclass(eq=False)
+class Mesh:
+    """One axis of ranks. Without a process group it has one rank and never touches ``torch.distributed``.
+
+    Attributes:
+        axis: the axis name in graphs.
+        size: ranks on the axis.
+        rank: this process's place on the axis, 0 to ``size - 1``.
+        device: where shards and collectives live, with an index for CUDA.
+        timeout: seconds that any wait of ours may take.
+        device_mesh: the mesh of the DTensors that users see; its group is the user's. None without a process group.
+        group: our own process group, made with ``timeout``; every collective of ours uses it. None without a process
+            group.
+        store: keys of this model alone, the same on all its ranks. None without a process group.
+    """
+
+    axis: str
+    size: int
+    rank: int
+    device: torch.device
+    timeout: float
+    device_mesh: DeviceMesh | None = None
+    group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
+
+    @classmethod
+    def create(
+        cls, device_mesh: DeviceMesh | None = None, *, device: torch.device | str, timeout: float = 600.0
+    ) -> Mesh:
+        """Make the process group and store of one compiled model.
+
+        Collective: every rank of the mesh creates its meshes in the same order.
+
+        Args:
+            device_mesh: the user's mesh of one axis; None: all ranks, or one process if there is no process group.
+            device: device of the model; ``cpu`` runs on gloo and ``cuda`` on NCCL.
+            timeout: seconds, for every wait on other ranks.
+
+        Raises:
+            MeshError: a mesh of several axes, of another device type or without this rank, or a device without a
+                backend.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if timeout <= 0:
+            raise MeshError(f"timeout is {timeout} seconds; pass a positive number")
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(DEFAULT_AXIS, 1, 0, device, timeout)
+        if device.type not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise MeshError(f"device {device} has no process-group backend here; put the model on one of {known}")
+        if device_mesh is None:
+            ranks, axis = list(range(dist.get_world_size())), DEFAULT_AXIS
+        else:
+            ranks, axis = _check_user_mesh(device_mesh, device)
+        group = _own_group(ranks, BACKENDS[device.type], timeout)
+        if device_mesh is None:
+            device_mesh = _world_mesh(device, group)
+        rank = dist.get_rank(group)
+        return cls(axis, len(ranks), rank, device, timeout, device_mesh, group, _own_store(ranks, rank))
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is a process group (of one rank or more)."""
+        return self.group is not None
+
+    def close(self) -> None:
+        """Give the process group back. Collectives of ours are impossible afterwards; closing twice is harmless."""
+        group, self.group, self.store = self.group, None, None
+        if group is None or not dist.is_initialized():
+            return
+        try:
+            dist.destroy_process_group(group)
+        except ValueError:  # the user destroyed all groups, and perhaps made new ones, since
+            pass
+
+
+def _check_user_mesh(device_mesh: DeviceMesh, device: torch.device) -> tuple[list[int], str]:
+    """The global ranks and the axis name of a mesh that the user gave."""
+    if device_mesh.ndim != 1:
+        names = device_mesh.mesh_dim_names or device_mesh.shape
+        raise MeshError(f"mesh has {device_mesh.ndim} axes {names}; pass a mesh of one axis, such as mesh['dp']")
+    if device_mesh.device_type != device.type:
+        raise MeshError(
+            f"mesh is on {device_mesh.device_type!r} and the model on {device.type!r}; make the mesh for the model's device"
+        )
+    ranks = [int(rank) for rank in device_mesh.mesh.flatten().tolist()]
+    if ranks != sorted(ranks):
+        raise MeshError(f"mesh has its ranks in the order {ranks}; pass a mesh in rising order, as its groups have it")
+    if dist.get_rank() not in ranks:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}; call compile on the mesh's ranks only"
+        )
+    names = device_mesh.mesh_dim_names
+    return ranks, names[0] if names else DEFAULT_AXIS
+
+
+def _own_group(ranks: list[int], backend: str, timeout: float) -> dist.ProcessGroup:
+    """A new process group of ``ranks``, in that order, with our timeout."""
+    everyone = len(ranks) == dist.get_world_size()
+    group = dist.new_group(
+        ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+        backend=backend,
+        use_local_synchronization=not everyone,  # other ranks need not know that a part of the job compiles a model
+        group_desc="zcompile",
+    )
+    assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
+    return group
+
+
+def _world_mesh(device: torch.device, group: dist.ProcessGroup) -> DeviceMesh:
+    """A mesh of all ranks: over the default group where that one works on the device, else over ours."""
+    if device.type in dist.get_backend_config():
+        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(DEFAULT_AXIS,))
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(DEFAULT_AXIS,))
+
+
+def _own_store(ranks: list[int], rank: int) -> dist.Store:
+    """A part of the default store that no other model uses.
+
+    The models of a set of ranks are counted in the store itself, by each rank on its own, so nothing has to be
+    remembered in the process and a new process group starts afresh.
+    """
+    store = compat.default_store()
+    members = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    number = store.add(f"zcompile/{members}/meshes/{rank}", 1)
+    return dist.PrefixStore(f"zcompile/{members}/{number}", store)

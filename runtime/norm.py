@@ -1,0 +1,149 @@
+"""Gradient norms and clipping over flat gradient memory."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zcompile import compat
+from zcompile.runtime.arenas import ArenaKey
+from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.shards import ParameterShards, local_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    shards: ParameterShards,
+    mesh: Mesh,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients in place so that their total norm is at most ``max_norm``.
+
+    The value of ``torch.nn.utils.clip_grad_norm_`` on the same DTensors, at one pass over flat memory and one
+    collective of one number. Replicated parameters count once, padding never. Like torch's, gradients are always
+    multiplied, by at most 1.
+
+    Collective: every rank calls it, also one without gradients.
+
+    Args:
+        shards: the model's parameters; those whose ``.grad`` is None do not count.
+        mesh: the mesh of the shards.
+        max_norm: the bound.
+        norm_type: the order p; ``inf`` is the largest magnitude.
+        error_if_nonfinite: raise instead of scaling by a norm that is NaN or infinite (waits for the device).
+
+    Returns:
+        The total norm before clipping: no dimensions, float32 (float64 if a gradient is), on the mesh's device, the
+        same bits on every rank. NaN and infinity anywhere propagate.
+
+    Raises:
+        ShardingError: a ``.grad`` that is placed differently from its parameter.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    flat, single = _split(shards)
+    norm = _total_norm(shards, mesh, flat, single, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
+            "pass error_if_nonfinite=False to scale by it anyway"
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    runs = shards.layout.runs(flat)
+    arenas = shards.gradient_arenas()
+    targets = [arenas[run.key][run.start : run.stop] for run in runs]
+    targets += [local for index in single if (local := _local_grad(shards, index)).numel()]
+    if targets:
+        compat.foreach_mul(targets, factor)
+    # A NaN factor makes NaN of the zeros between gradients, and there it would outlive zero_grad(set_to_none=False).
+    holes = [hole for key in {run.key for run in runs} for hole in shards.holes(key)]
+    if holes:
+        compat.foreach_zero(holes)
+    return norm
+
+
+def _split(shards: ParameterShards) -> tuple[list[int], list[int]]:
+    """Parameters whose gradient lies in an arena, and those with one of their own."""
+    flat: list[int] = []
+    single: list[int] = []
+    for index, parameter in enumerate(shards.parameters):
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if shards.is_flat(index, grad):
+            flat.append(index)
+        else:
+            shards.checked_grad(index, grad)
+            single.append(index)
+    return flat, single
+
+
+def _total_norm(shards: ParameterShards, mesh: Mesh, flat: list[int], single: list[int], order: float) -> Tensor:
+    wide = any(shards.spec(i).dtype is torch.float64 for i in (*flat, *single))
+    dtype = torch.float64 if wide else torch.float32
+    if order == 0:
+        return _num_nonzero(shards, mesh, sorted((*flat, *single))).to(dtype)
+    if order < 0:  # padding would dominate: smallest magnitudes
+        flat, single = [], sorted((*flat, *single))
+    pieces = _pieces(shards, mesh, flat, single)
+    norms = torch.stack(compat.foreach_norm(pieces, order, dtype)).double() if pieces else None
+    if math.isinf(order):
+        neutral = 0.0 if order > 0 else math.inf
+        local = _number(mesh, neutral) if norms is None else (norms.amax() if order > 0 else norms.amin())
+        everyone = _all_gather_scalar(mesh, local)  # not an all-reduce: MAX loses NaN on some backends
+        return (everyone.amax() if order > 0 else everyone.amin()).to(dtype)
+    total = _number(mesh, 0.0) if norms is None else norms.pow(order).sum()  # float64: powers overflow late
+    if mesh.size > 1:
+        dist.all_reduce(total, group=mesh.group)
+    return total.pow(1.0 / order).to(dtype)
+
+
+def _pieces(shards: ParameterShards, mesh: Mesh, flat: list[int], single: list[int]) -> list[Tensor]:
+    """The local memory whose norms add up to the total: replicated gradients on rank 0 only."""
+    arenas = shards.gradient_arenas()
+
+    def counts(key: ArenaKey, start: int) -> bool:
+        return mesh.rank == 0 or start < shards.layout.sharded_sizes[key]
+
+    pieces = [arenas[run.key][run.start : run.stop] for run in shards.layout.runs(flat) if counts(run.key, run.start)]
+    for index in single:
+        if mesh.rank == 0 or shards.spec(index).is_sharded:
+            local = _local_grad(shards, index)
+            if local.numel():
+                pieces.append(local)
+    return pieces
+
+
+def _num_nonzero(shards: ParameterShards, mesh: Mesh, indices: list[int]) -> Tensor:
+    """torch's norm of order 0: how many gradients have a nonzero element."""
+    counts = torch.zeros(len(shards.parameters), dtype=torch.float64, device=mesh.device)
+    for index in indices:
+        counts[index] = torch.count_nonzero(_local_grad(shards, index))
+    if mesh.size > 1:
+        dist.all_reduce(counts, group=mesh.group)
+    return torch.count_nonzero(counts)
+
+
+def _local_grad(shards: ParameterShards, index: int) -> Tensor:
+    grad = shards.parameters[index].grad
+    assert grad is not None
+    return local_of(grad)
+
+
+def _all_gather_scalar(mesh: Mesh, value: Tensor) -> Tensor:
+    value = value.reshape(1)
+    if mesh.size == 1:
+        return value
+    everyone = value.new_empty(mesh.size)
+    dist.all_gather_into_tensor(everyone, value, group=mesh.group)
+    return everyone
+
+
+def _number(mesh: Mesh, value: float) -> Tensor:
+    """A float64 number on the mesh's device."""
+    return torch.full((), value, dtype=torch.float64, device=mesh.device)
