@@ -91,9 +91,10 @@ def aot_metadata(joint: Any) -> Any:
 
 def decompositions() -> dict[Any, Any]:
     """Inductor's decompositions, with random operators left whole so that masks equal eager PyTorch's."""
-    from torch._inductor import config
+    from torch._inductor import config, lowering
     from torch._inductor.decomposition import select_decomp_table
 
+    assert lowering is not None  # max_pool2d's decomposition reads torch._inductor.lowering without importing it
     with config.patch(fallback_random=True):
         return dict(select_decomp_table())
 
@@ -453,11 +454,13 @@ def _check_autograd() -> None:
 
 
 def _check_operators() -> None:
-    mm, save = torch.ops.aten.mm.default, higher_order_operator("run_and_save_rng_state")
-    assert is_overload(mm) and not is_overload(save) and is_higher_order(save) and not is_higher_order(mm)
-    assert (mm.name(), torch.ops.aten.sum.dim_IntList.name(), save.name()) == ("aten::mm", "aten::sum.dim_IntList", "run_and_save_rng_state")
+    mm, split, save = torch.ops.aten.mm.default, torch.ops.aten.split.Tensor, higher_order_operator("run_and_save_rng_state")
+    assert is_overload(mm) and not is_overload(save)
+    assert is_higher_order(save) and not is_higher_order(mm)
+    names = (mm.name(), split.name(), save.name())
+    assert names == ("aten::mm", "aten::split.Tensor", "run_and_save_rng_state"), f"operators are called {names}"
     assert higher_order_operator("no_such_operator") is None
-    assert schema_returns(torch.ops.aten.split.Tensor) == ["List[Tensor]"], f"a list result is {schema_returns(torch.ops.aten.split.Tensor)}"
+    assert schema_returns(split) == ["List[Tensor]"], f"a list result is {schema_returns(split)}"
 
 
 def _check_fake() -> None:

@@ -43,9 +43,6 @@ def call(
 def infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The fake value of a call, from the fake values of the nodes in its arguments."""
 
-    def fake(arg: Any) -> Any:
-        return meta.value(arg) if isinstance(arg, fx.Node) else arg
-
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: meta.value(n))
     mode = fake_mode_of([v for v in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(v, torch.Tensor)])
     if mode is None:
@@ -61,12 +58,15 @@ def fake_mode_of(values: Sequence[Any]) -> Any:
 
 def unpack(graph: fx.Graph, node: fx.Node, names: Sequence[str | None]) -> list[fx.Node]:
     """Insert one ``getitem`` for each result of a node with several."""
-    results = []
-    for index, (val, name) in enumerate(zip(meta.value(node), names, strict=True)):
-        item = graph.create_node("call_function", operator.getitem, (node, index), name=name)
-        meta.set_value(item, val)
-        results.append(item)
-    return results
+    assert len(names) == len(meta.value(node)), f"{node.name} has {len(meta.value(node))} results, not {len(names)}"
+    return [call_getitem(graph, node, index, name) for index, name in enumerate(names)]
+
+
+def call_getitem(graph: fx.Graph, node: fx.Node, index: int, name: str | None = None) -> fx.Node:
+    """Insert the pick of result ``index`` of a node with several."""
+    item = graph.create_node("call_function", operator.getitem, (node, index), name=name)
+    meta.set_value(item, meta.value(node)[index])
+    return item
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -83,7 +83,8 @@ def parse_graphs(text: str) -> list[Graph]:
     if lines and starts[:1] != [0]:
         Scanner(lines[0][0], lines[0][1]).fail("a text starts with a graph", "graph NAME.forward")
     with compat.new_fake_mode():
-        return [_GraphParser(lines[a:b]).parse() for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
+        ends = [*starts[1:], len(lines)]
+        return [_GraphParser(lines[a:b]).parse() for a, b in zip(starts, ends, strict=False)]
 
 
 @dataclass

@@ -1,0 +1,80 @@
+"""Removes what nobody reads: dead computation, gathers of parameters that are only released, inner dead code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.analysis.schedule import collectives, is_gather
+from zcompile.ir import edit, meta
+from zcompile.ir.graph import Graph, Step
+from zcompile.pipeline import Stats, StepPass
+
+
+@dataclass(frozen=True)
+class Cleanup(StepPass):
+    """Drop dead nodes, and take parameters that nobody computes with out of their gathers.
+
+    Before and after::
+
+        %b: bucket = zc.all_gather([%w0, %w1], 'dp', 2)
+        %w0_full: f32[8, 8], %w1_full: f32[8, 8] = zc.wait(%b)
+        %y: f32[4, 8] = call layer(%x, %w0_full)
+        zc.release([%w0_full, %w1_full])
+
+        %b: bucket = zc.all_gather([%w0], 'dp', 2)
+        %w0_full: f32[8, 8] = zc.wait(%b)
+        %y: f32[4, 8] = call layer(%x, %w0_full)
+        zc.release([%w0_full])
+
+    Exact.
+    """
+
+    name: ClassVar[str] = "cleanup"
+
+    def run(self, target: Step, stats: Stats) -> None:
+        for graph in target.graphs:
+            stats["dead nodes"] += edit.erase_dead(graph.fx, keep=_has_effect)
+            for region in graph.regions.values():
+                stats["dead nodes"] += edit.erase_dead(region.fx, keep=lambda n: False)
+            _drop_unread_gathers(graph, stats)
+            used = {n.args[0] for n in graph.body if n.target is ops.region_call}
+            for name in [n for n in graph.regions if n not in used]:
+                del graph.regions[name]
+                stats["dead regions"] += 1
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node without readers still matters: ``zc`` operators do, and results of waits keep their places."""
+    source = node.args[0] if edit.is_getitem(node) else None
+    return ops.is_zc(node.target) or (isinstance(source, fx.Node) and source.target is ops.wait)
+
+
+def _drop_unread_gathers(graph: Graph, stats: Stats) -> None:
+    for c in collectives(graph, is_gather):
+        unread = [r for r in c.results if all(u.target is ops.release for u in r.users)]
+        if not unread:
+            continue
+        dropped = {int(r.args[1]) for r in unread}  # type: ignore[call-overload]
+        for result in unread:
+            for user in list(result.users):
+                rest = [n for n in user.args[0] if n is not result]  # type: ignore[union-attr]
+                user.args = (rest,)
+                if not rest:
+                    graph.fx.erase_node(user)
+            graph.fx.erase_node(result)
+            stats["gathers dropped"] += 1
+        sends = [s for i, s in enumerate(c.sends) if i not in dropped]
+        if not sends:
+            graph.fx.erase_node(c.wait)
+            graph.fx.erase_node(c.start)
+            continue
+        c.start.args = (sends, *c.start.args[1:])
+        values = [v for i, v in enumerate(meta.value(c.start)) if i not in dropped]
+        meta.set_value(c.start, values)
+        meta.set_value(c.wait, [v for i, v in enumerate(meta.value(c.wait)) if i not in dropped])
+        for new_index, result in enumerate(r for r in c.results if r not in unread):
+            result.args = (c.wait, new_index)

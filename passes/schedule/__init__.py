@@ -1,0 +1,1 @@
+"""Schedule passes: they move whole collectives between regions and never split a region."""

@@ -1,0 +1,105 @@
+"""Starts gathers before they are needed, and lets reductions finish behind later regions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.analysis.schedule import collectives, is_gather, is_reduction
+from zcompile.analysis.units import MIB
+from zcompile.errors import PassError
+from zcompile.ir import edit
+from zcompile.ir.graph import Graph, Step
+from zcompile.pipeline import Stats, StepPass
+from zcompile.verify.facts import Fact
+
+
+@dataclass(frozen=True)
+class Prefetch(StepPass):
+    """Overlap collectives with the computation of ``lookahead`` buckets.
+
+    Before and after, with a lookahead of one::
+
+        %b0: bucket = zc.all_gather([%w0], 'dp', 2)
+        %w0_full: f32[8, 8] = zc.wait(%b0)
+        %y: f32[4, 8] = call layer(%x, %w0_full)
+        %b1: bucket = zc.all_gather([%w1], 'dp', 2)
+        %w1_full: f32[8, 8] = zc.wait(%b1)
+
+        %b0: bucket = zc.all_gather([%w0], 'dp', 2)
+        %w0_full: f32[8, 8] = zc.wait(%b0)
+        %b1: bucket = zc.all_gather([%w1], 'dp', 2)
+        %y: f32[4, 8] = call layer(%x, %w0_full)
+        %w1_full: f32[8, 8] = zc.wait(%b1)
+
+    Exact: no region changes. Costs the bytes of the buckets in flight.
+
+    Attributes:
+        lookahead: how many gathers are in flight while a region computes, and how many reductions.
+        limit_mib: no gather starts while the gathers in flight and it would pass this many MiB; None: no limit.
+    """
+
+    name: ClassVar[str] = "prefetch"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED, Fact.GRADS_REDUCED})
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.PREFETCH_BOUNDED})
+    lookahead: int = 1
+    limit_mib: float | None = None
+
+    def run(self, target: Step, stats: Stats) -> None:
+        if self.lookahead < 0:
+            raise PassError(f"lookahead is {self.lookahead}; it must not be negative")
+        if self.lookahead == 0:
+            return
+        for graph in target.graphs:
+            self._start_early(graph, stats)
+            self._wait_late(graph, stats)
+
+    def _start_early(self, graph: Graph, stats: Stats) -> None:
+        found = collectives(graph, is_gather)
+        limit = float("inf") if self.limit_mib is None else self.limit_mib * MIB
+        for index, c in enumerate(found):
+            if index == 0:
+                continue
+            ahead = max(index - self.lookahead, 0)
+            while ahead < index and sum(g.num_bytes for g in found[ahead + 1 : index + 1]) > limit:
+                ahead += 1
+            if ahead == index:
+                continue
+            anchor = found[ahead].results[-1] if index - self.lookahead >= 0 or ahead > 0 else found[index - 1].start
+            if _start_after(c.start, anchor):
+                stats["gathers moved"] += 1
+
+    def _wait_late(self, graph: Graph, stats: Stats) -> None:
+        found = collectives(graph, is_reduction)
+        for index, c in enumerate(found):
+            later = index + self.lookahead
+            before = found[later].start if later < len(found) else graph.output
+            last = c.results[-1] if c.results else c.wait
+            if last.next is before or (before is graph.output and _only_waits_follow(last)):
+                continue
+            for node in (c.wait, *c.results):
+                before.prepend(node)
+            stats["reductions moved"] += 1
+
+
+def _start_after(start: fx.Node, anchor: fx.Node) -> bool:
+    """Move ``start`` behind ``anchor`` and the starts already there; False when it is there already."""
+    cursor = anchor
+    while is_gather(cursor.next) and cursor.next is not start:
+        cursor = cursor.next
+    if cursor.next is start:
+        return False
+    cursor.append(start)
+    return True
+
+
+def _only_waits_follow(node: fx.Node) -> bool:
+    """Whether nothing but waits and their results stands between a node and the end of the graph."""
+    while node.next.op != "output":
+        node = node.next
+        if node.target is not ops.wait and not edit.is_getitem(node):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""The ZeRO passes: units, shards, gathers, reductions and regions."""

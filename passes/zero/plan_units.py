@@ -1,0 +1,110 @@
+"""Assigns parameters to units and compute nodes to regions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile.analysis.chains import param_chains
+from zcompile.analysis.units import MIB, needed_units, params_by_first_use, plan_units
+from zcompile.ir import edit, meta
+from zcompile.ir.graph import Graph, Step, with_unit
+from zcompile.pipeline import Stats, StepPass
+from zcompile.verify.facts import Fact
+
+
+@dataclass(frozen=True)
+class PlanUnits(StepPass):
+    """Fix units and regions, before anything is scheduled.
+
+    A region ends where the next unit is first needed; what belongs to which region never changes afterwards, so every
+    schedule computes the same bits. Parameter chains move to (and are copied into) the regions that read them.
+
+    Before and after::
+
+        %w: f32[8, 8] = param 'layers.0.weight' of [8, 8]
+        %mm: f32[4, 8] = aten.mm(%x, %w)
+
+        %w: f32[8, 8] = param 'layers.0.weight' of [8, 8] unit 'layers.0'
+        %mm: f32[4, 8] = aten.mm(%x, %w) @0
+
+    Attributes:
+        min_mib: consecutive blocks smaller than this are joined into one unit.
+    """
+
+    name: ClassVar[str] = "plan-units"
+    establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.UNITS_PLANNED})
+    min_mib: float = 0
+
+    def run(self, target: Step, stats: Stats) -> None:
+        if any(param.unit for graph in target.graphs for _, param in graph.params()):
+            return
+        sizes = {p.name: meta.num_bytes(meta.value(n)) for g in target.graphs for n, p in g.params()}
+        order = {p.name: None for g in target.graphs for p in params_by_first_use(g)}
+        units = plan_units([(name, sizes[name]) for name in order], int(self.min_mib * MIB))
+        unit_of = {param: unit.name for unit in units for param in unit.params}
+        stats["units"] += len(units)
+        for graph in target.graphs:
+            for node, param in graph.params():
+                meta.set_origin(node, with_unit(param, unit_of.get(param.name, "unused")))
+            stats[f"{graph.direction.value} regions"] += _cut_regions(graph, stats)
+
+
+def _cut_regions(graph: Graph, stats: Stats) -> int:
+    """Give every compute node its region; returns how many there are."""
+    chains = param_chains(graph.fx)
+    seen: set[str] = set()
+    index = 0
+    for node in graph.body:
+        if node in chains:
+            continue
+        if edit.is_getitem(node):
+            producer = node.args[0]
+            assert isinstance(producer, fx.Node)
+            meta.set_region(node, _known(producer))
+            continue
+        new = [u for u in needed_units(node, chains) if u not in seen]
+        if new and seen:
+            index += 1
+        seen.update(new)
+        meta.set_region(node, index)
+    _sink_chains(graph, chains, stats)
+    return index + 1 if graph.body else 0
+
+
+def _known(node: fx.Node) -> int:
+    region = meta.region(node)
+    assert region is not None, f"{node.name} has no region"
+    return region
+
+
+def _sink_chains(graph: Graph, chains: dict[fx.Node, fx.Node], stats: Stats) -> None:
+    """Copy chain nodes into each region that reads them, right before the first reader there; drop the originals."""
+    copies: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def copy(node: fx.Node, reader: fx.Node, region: int) -> fx.Node:
+        if node not in chains:
+            return node
+        if (node, region) not in copies:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copy(n, reader, region))
+            with graph.fx.inserting_before(reader):
+                new = graph.fx.create_node("call_function", node.target, args, kwargs, name=node.name)
+            new.meta = dict(node.meta)
+            meta.set_region(new, region)
+            copies[node, region] = new
+            stats["chain nodes placed"] += 1
+        return copies[node, region]
+
+    last_region = 0
+    for reader in list(graph.fx.nodes):
+        if reader in chains or reader.op == "placeholder":
+            continue
+        if reader.op != "output":
+            last_region = _known(reader)
+        if any(n in chains for n in reader.all_input_nodes):
+            region = last_region
+            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda n: copy(n, reader, region))
+    for node in reversed(chains):
+        graph.fx.erase_node(node)

@@ -1,0 +1,1 @@
+"""From a model and one call's arguments to a joint graph, and from that to a forward and a backward graph."""

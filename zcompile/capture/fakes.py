@@ -1,0 +1,150 @@
+"""A model with fake full-size parameters for the time of a capture, and what one fake eager run shows about it."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile import compat
+from zcompile.errors import CaptureError
+
+
+@contextlib.contextmanager
+def fake_state(
+    model: nn.Module, mode: Any, param_types: Mapping[int, tuple[tuple[int, ...], torch.dtype, bool]], device: torch.device
+) -> Iterator[dict[int, str]]:
+    """Replace every parameter and buffer of ``model`` by a fake one of full size while the context is open.
+
+    Args:
+        model: the user's module; its own tensors may be shards, plain or ``meta``.
+        mode: the fake mode of the capture.
+        param_types: by ``id`` of the parameter: full shape, compute dtype, requires_grad.
+        device: where the computation will run.
+
+    Yields:
+        the name of each fake parameter by the identity of its storage.
+    """
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    memo: dict[int, Any] = {}
+    names: dict[int, str] = {}
+    try:
+        for prefix, module in model.named_modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in list(table.items()):
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in memo:
+                        memo[id(tensor)] = _fake(tensor, mode, param_types.get(id(tensor)), device)
+                    saved.append((table, name, tensor))
+                    table[name] = memo[id(tensor)]
+                    if table is module._parameters:
+                        names.setdefault(compat.storage_id(memo[id(tensor)]), f"{prefix}.{name}" if prefix else name)
+        yield names
+    finally:
+        for table, name, tensor in saved:
+            table[name] = tensor
+
+
+def _fake(tensor: torch.Tensor, mode: Any, param_type: tuple[tuple[int, ...], torch.dtype, bool] | None, device: torch.device) -> Any:
+    with mode:
+        if param_type is not None:
+            shape, dtype, requires_grad = param_type
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=requires_grad)
+        place = device if tensor.device.type == "meta" else tensor.device
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+
+
+def fake_inputs(tensors: list[torch.Tensor], mode: Any) -> list[torch.Tensor]:
+    """Fake leaves with the shapes, strides, dtypes, devices and requires_grad of ``tensors``."""
+    with mode:
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+    return [f.requires_grad_(t.requires_grad) for f, t in zip(fakes, tensors, strict=True)]
+
+
+def eager_run(model: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward once on fake tensors, and refuse what a capture would get wrong.
+
+    Returns:
+        the model's output, in the user's own types, with fake tensors.
+
+    Raises:
+        CaptureError: the forward depends on tensor values, or changes attributes of modules.
+        Exception: whatever the user's forward raises, as itself.
+    """
+    before = _attributes(model)
+    try:
+        with mode, compat.as_if_compiling():
+            out = model.forward(*args, **kwargs)
+    except compat.data_dependent_errors() as error:
+        raise CaptureError(
+            f"control flow depends on tensor values at {user_line(error, model)} ({first_line(error)}); compute it with tensor "
+            "operators such as torch.where, or move the decision out of forward and pass it as a bool, int or float"
+        ) from error
+    finally:
+        changed = _changes(before, _attributes(model))
+        for module, name, value, had in changed[1]:
+            if had:
+                module.__dict__[name] = value
+            else:
+                module.__dict__.pop(name, None)
+    if changed[0]:
+        raise CaptureError(
+            f"forward changes attributes of modules, which a captured graph would not do again: {', '.join(changed[0][:5])}; "
+            "return the value as an output, or keep it in a registered buffer"
+        )
+    return out
+
+
+def user_line(error: BaseException, model: nn.Module) -> str:
+    """``file:line`` of the innermost frame of user code in a traceback: code outside torch and zcompile."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not any(part in frame.filename for part in ("/torch/", "/zcompile/", "/capture/")):
+            return f"{frame.filename}:{frame.lineno}"
+    return f"{type(model).__name__}.forward"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, shortened."""
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:200]
+
+
+_SKIP = frozenset({"_parameters", "_buffers", "_modules", "training"})
+
+
+def _attributes(model: nn.Module) -> dict[int, tuple[str, nn.Module, dict[str, tuple[Any, Any]]]]:
+    """For each module its plain attributes with a shallow fingerprint."""
+    found = {}
+    for name, module in model.named_modules():
+        attributes = {k: (v, _fingerprint(v)) for k, v in vars(module).items() if k not in _SKIP and "hooks" not in k}
+        found[id(module)] = (name, module, attributes)
+    return found
+
+
+def _fingerprint(value: Any) -> Any:
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    if isinstance(value, dict):
+        return (id(value), tuple((k if isinstance(k, str) else id(k), id(v)) for k, v in value.items()))
+    if isinstance(value, (list, set, tuple)):
+        return (id(value), tuple(id(v) for v in value))
+    return id(value)
+
+
+def _changes(before: dict[int, Any], after: dict[int, Any]) -> tuple[list[str], list[tuple[nn.Module, str, Any, bool]]]:
+    """Names of changed attributes, and what restores them."""
+    names, undo = [], []
+    for key, (path, module, new) in after.items():
+        old = before.get(key, (path, module, {}))[2]
+        for name in sorted(old.keys() | new.keys()):
+            was, now = old.get(name), new.get(name)
+            if was is None or now is None or was[1] != now[1]:
+                names.append(f"'{path}.{name}'" if path else f"'{name}'")
+                undo.append((module, name, None if was is None else was[0], was is not None))
+    return names, undo

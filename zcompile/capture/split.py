@@ -1,0 +1,64 @@
+"""The split: one joint graph becomes a forward and a backward graph, with nothing of a parameter saved between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+
+from zcompile import compat
+from zcompile.ir import meta
+from zcompile.ir.graph import Direction, Grad, Graph, InputGrad, Param, Role, Saved, Step, Tangent, copy_fx, output_node
+
+
+def split(joint: Graph, fake_mode: Any) -> Step:
+    """Cut a joint graph in two with the min-cut partitioner.
+
+    Parameters, and what was tagged as must-recompute, are read again in backward instead of being saved.
+
+    Args:
+        joint: a joint graph; it is not changed.
+        fake_mode: the fake mode of its values.
+
+    Returns:
+        the step; ``backward`` is None when nothing has a gradient.
+    """
+    name = joint.name.removesuffix(".joint")
+    outputs = joint.outputs
+    num_forward = sum(not isinstance(role, (Grad, InputGrad)) for _, role in outputs)
+    if num_forward == len(outputs):
+        forward = Graph(f"{name}.forward", Direction.FORWARD, copy_fx(joint.fx))
+        for node in forward.inputs:
+            if isinstance(meta.origin(node), Tangent):
+                forward.fx.erase_node(node)
+        return Step(forward, None)
+    statics = [i for i, node in enumerate(joint.inputs) if isinstance(meta.origin(node), Param)]
+    origins = {node.name: meta.origin(node) for node in joint.inputs}
+    module = fx.GraphModule(nn.Module(), copy_fx(joint.fx))
+    forward_module, backward_module = compat.min_cut_split(module, num_forward, statics, fake_mode)
+    roles = [role for _, role in outputs]
+    forward = _adopt(forward_module.graph, f"{name}.forward", Direction.FORWARD, roles[:num_forward], origins)
+    backward = _adopt(backward_module.graph, f"{name}.backward", Direction.BACKWARD, roles[num_forward:], origins)
+    return Step(forward, backward)
+
+
+def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], origins: dict[str, Any]) -> Graph:
+    """A graph of the partitioner as ours: origins of placeholders by name, saved values by name, parameters never among them."""
+    result = Graph(name, direction, copy_fx(graph))
+    values: list[fx.Node | None] = list(output_node(result.fx).args[0])  # type: ignore[arg-type]
+    kept: list[tuple[fx.Node, Role]] = []
+    for index, value in enumerate(values):
+        if value is None:
+            continue
+        role = roles[index] if index < len(roles) else Saved(value.name)
+        if isinstance(role, Saved) and isinstance(origins.get(value.name), Param):
+            continue
+        kept.append((value, role))
+    result.set_outputs(kept)
+    for node in result.inputs:
+        origin = origins.get(node.name)
+        saved = direction is Direction.BACKWARD and not isinstance(origin, (Param, Tangent))
+        meta.set_origin(node, Saved(node.name) if saved or origin is None else origin)
+        if not node.users and direction is Direction.FORWARD:
+            result.fx.erase_node(node)
+    return result
