@@ -1,0 +1,280 @@
+"""The collectives of one compiled model: started here, on our own process group, and waited for under watch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from zcompile import compat
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.judge import Wait
+
+OPS = {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+
+#: dtypes that both backends gather as they are; others travel as bytes
+PLAIN_DTYPES = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+
+
+class Ranks(Protocol):
+    """What collectives need of a mesh."""
+
+    size: int
+    rank: int
+    device: torch.device
+    group: Any
+
+
+class Pending:
+    """Collectives that were started and not yet waited for."""
+
+    __slots__ = ("_collectives", "_finish", "_kept", "_works", "description", "number")
+
+    def __init__(
+        self,
+        collectives: Collectives | None,
+        works: Sequence[Any] = (),
+        finish: Callable[[], None] | None = None,
+        kept: Any = None,
+        description: str = "",
+        number: int = 0,
+    ) -> None:
+        self._collectives = collectives
+        self._works = works
+        self._finish = finish
+        self._kept = kept  # tensors that must live until the wait
+        self.description = description
+        self.number = number
+
+    def wait(self, description: str = "") -> None:
+        """Have the results: on the host for gloo, in the order of the current stream for NCCL (the host goes on).
+
+        Args:
+            description: what is waited for, if it should be named otherwise than at the start.
+
+        Raises:
+            RankError: another rank failed, is gone or does something else.
+        """
+        if self._collectives is None:
+            return
+        self._collectives._finish(self, self._works, description or self.description)
+        if self._finish is not None:
+            self._finish()
+        self._collectives, self._works, self._finish, self._kept = None, (), None, None
+
+
+#: what one rank alone starts
+DONE = Pending(None)
+
+
+class Collectives:
+    """Starts collectives on the model's own process group.
+
+    Each call takes the tensors of one bucket and is one coalesced collective on NCCL. On gloo each tensor is reduced by
+    itself, so that a bucket's results do not depend on what else is in it. Tensors are contiguous and their list has the
+    same shapes and dtypes on every rank. Results have the same bits in repeated runs.
+
+    Every group of collectives must be announced with ``agreement.event`` first: that is what keeps different collectives
+    of two ranks from meeting.
+
+    Args:
+        mesh: size, rank, device and process group; with one rank nothing is communicated.
+        agreement: watches the waits.
+    """
+
+    def __init__(self, mesh: Ranks, agreement: Agreement) -> None:
+        self._group = mesh.group
+        self._size = mesh.size
+        self._rank = mesh.rank
+        self._agreement = agreement
+        self._on_host = mesh.device.type == "cpu"
+        self._unfinished = 0
+        self._closed = False
+        self._watch = _DeviceWatch(agreement)
+        if self._size > 1:
+            agreement.watch_device(self._watch.oldest, self._abort)
+
+    def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], description: str = "all_gather") -> Pending:
+        """Gather along dim 0: ``outputs[i]`` holds ``size`` times the elements of ``inputs[i]``, rank by rank."""
+        _check_sizes("all_gather", outputs, inputs, self._size)
+        if self._size == 1:
+            for out, part in zip(outputs, inputs, strict=True):
+                out.copy_(part.view(out.shape))
+            return DONE
+        wire_out, wire_in = [_wire(t) for t in outputs], [_wire(t) for t in inputs]
+        return self._start(
+            lambda: [compat.start_all_gather(self._group, wire_out, wire_in)], description, kept=(wire_out, wire_in)
+        )
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[Tensor], op: str = "avg", description: str = "reduce_scatter"
+    ) -> Pending:
+        """Reduce ``inputs[i]`` over ranks; ``outputs[i]`` is this rank's part of it along dim 0. Inputs are left as they are
+        on gloo; on NCCL they are read until the wait."""
+        _check_sizes("reduce_scatter", inputs, outputs, self._size)
+        _check_op(op, inputs)
+        if self._size == 1:
+            for out, full in zip(outputs, inputs, strict=True):
+                out.copy_(full.view(out.shape))
+            return DONE
+        if not self._on_host:
+            outs, ins = [_real(t) for t in outputs], [_real(t) for t in inputs]
+            return self._start(
+                lambda: [compat.start_reduce_scatter(self._group, outs, ins, OPS[op])], description, kept=(outs, ins)
+            )
+        buffers = [t.reshape(-1).clone() for t in inputs]  # what gloo does itself, but with waits that can end early
+
+        def finish() -> None:
+            for out, buffer in zip(outputs, buffers, strict=True):
+                out.view(-1).copy_(buffer[self._rank * out.numel() : (self._rank + 1) * out.numel()])
+
+        return self._start(lambda: self._reduce_each(buffers, op), description, finish)
+
+    def all_reduce(self, tensors: list[Tensor], op: str = "avg", description: str = "all_reduce") -> Pending:
+        """Reduce in place over ranks."""
+        _check_op(op, tensors)
+        if self._size == 1:
+            return DONE
+        wire = [_real(t) for t in tensors]
+        if self._on_host:
+            return self._start(lambda: self._reduce_each(wire, op), description, kept=wire)
+        return self._start(lambda: [compat.start_all_reduce(self._group, wire, OPS[op])], description, kept=wire)
+
+    def broadcast(self, tensors: list[Tensor], root: int = 0, description: str = "broadcast") -> Pending:
+        """Overwrite ``tensors`` with those of rank ``root``."""
+        if self._size == 1:
+            return DONE
+        wire = [_wire(t) for t in tensors if t.numel()]
+        return self._start(lambda: [compat.start_broadcast(self._group, t, root) for t in wire], description, kept=wire)
+
+    def close(self) -> None:
+        """Forget the process group. It belongs to the mesh; one with unfinished work is never destroyed, as that would block."""
+        if self._unfinished and self._group is not None and self._on_host:
+            compat.keep_forever(self._group)
+        self._closed, self._group = True, None
+
+    # Inside. ----------------------------------------------------------------------------------------------------------
+
+    def _reduce_each(self, tensors: list[Tensor], op: str) -> list[Any]:
+        return [compat.start_one_all_reduce(self._group, t, OPS[op]) for t in tensors if t.numel()]
+
+    def _start(
+        self,
+        start: Callable[[], Sequence[Any]],
+        description: str,
+        finish: Callable[[], None] | None = None,
+        kept: Any = None,
+    ) -> Pending:
+        number = self._agreement.started(description)
+        try:
+            works = start()
+        except RuntimeError as error:
+            raise self._agreement.explain(error, description) from error
+        self._unfinished += 1
+        if not self._on_host and works:
+            self._watch.newest = (number, works[-1], description)
+        return Pending(self, works, finish, kept, description, number)
+
+    def _finish(self, pending: Pending, works: Sequence[Any], description: str) -> None:
+        if not self._on_host:
+            for work in works:
+                work.wait()
+            self._unfinished -= 1
+            return
+        for work in works:
+            try:
+                self._agreement.poll(
+                    description, lambda seconds, work=work: _is_done(work, seconds), needs=pending.number
+                )
+            except _ConnectionBroke as broke:
+                raise self._agreement.explain(broke.error, description) from broke.error
+        self._unfinished -= 1
+
+    def _abort(self) -> None:
+        """The agreement is broken: end what is in flight. Gloo ends it only with the processes, so keep its group alive."""
+        group = self._group
+        if group is None or self._closed:
+            return
+        if not self._on_host:
+            compat.abort_group(group)
+        elif self._unfinished:
+            compat.keep_forever(group)
+
+
+class _ConnectionBroke(Exception):
+    """Gloo gave up on a collective."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _DeviceWatch:
+    """Finds a collective on the device that does not end. The hot path only overwrites ``newest``.
+
+    Collectives of one group end in the order of their start, so it is enough to look at the newest now and then: when it
+    ends, all before it have ended too. At most two works, and the buffers that they hold on to, are kept.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.newest: tuple[int, Any, str] | None = None
+        self._agreement = agreement
+        self._lock = threading.Lock()
+        self._watched: tuple[int, Any, str] | None = None
+        self._wait: Wait | None = None
+
+    def oldest(self) -> Wait | None:
+        """The wait for the watched collective, None if everything is done. Called from the board's thread."""
+        with self._lock:
+            if self._watched is not None and self._watched[1].is_completed():
+                self._watched = self._wait = None
+            if self._watched is None:
+                newest = self.newest
+                if newest is None or newest[1].is_completed():
+                    if newest is self.newest:
+                        self.newest = None
+                    return None
+                self._watched = newest
+                description = f"{newest[2]} (or one before it)"
+                self._wait = self._agreement.device_wait(description, newest[0], time.monotonic())
+            return self._wait
+
+
+def _is_done(work: Any, seconds: float) -> bool:
+    """Wait at most ``seconds`` for a gloo work, which stays intact if that is too short."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if compat.is_short_wait_over(error):
+            return False
+        raise _ConnectionBroke(error) from error
+    return True
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """``tensor`` as something that can travel unchanged: itself, or its bytes."""
+    return tensor if tensor.dtype in PLAIN_DTYPES else tensor.view(-1).view(torch.uint8)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _check_sizes(name: str, large: list[Tensor], small: list[Tensor], size: int) -> None:
+    assert len(large) == len(small), f"{name}: {len(large)} and {len(small)} tensors"
+    for one, part in zip(large, small, strict=True):
+        assert one.numel() == part.numel() * size, f"{name}: {tuple(one.shape)} is not {size} times {tuple(part.shape)}"
+        assert one.dtype == part.dtype, f"{name}: {one.dtype} and {part.dtype}"
+
+
+def _check_op(op: str, tensors: list[Tensor]) -> None:
+    assert op in OPS, f"unknown reduction {op!r}"
+    assert op != "avg" or all(t.is_floating_point() or t.is_complex() for t in tensors), "integers have no average"
