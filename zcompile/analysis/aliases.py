@@ -20,8 +20,9 @@ Storages = frozenset[Result]
 class Aliases(Flow[Storages]):
     """The storages that each value may live in. A storage is named by the result that allocated it.
 
-    Views share the storage of what they view, transitively; a result of a region call that is a view of (or is) one of the
-    region's inputs shares the argument's storage. Every result of ``zc.wait`` owns its memory: a gathered buffer that ``zc.release`` gives back.
+    Views share the storage of what they view, transitively; a result of a region call that is a view of (or is) one of
+    the region's inputs shares the argument's storage. Every result of ``zc.wait`` owns its memory: a gathered buffer that
+    ``zc.release`` gives back.
     """
 
     def __init__(self, graph: fx.Graph, regions: Mapping[str, Region]) -> None:
@@ -40,7 +41,8 @@ class Aliases(Flow[Storages]):
         for node in self._graph.nodes:
             if node.target is not ops.release:
                 for source in node.all_input_nodes:
-                    last.update(dict.fromkeys(self.of(source), node))
+                    for storage in self.of(source):
+                        last[storage] = node
         return last
 
     def may_share(self, a: fx.Node, b: fx.Node) -> bool:

@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class Result(NamedTuple):
-    """One result of a node: ``index`` counts within a node with several, and is 0 for a node with one."""
+    """One result of a node: ``slot`` counts within a node with several, and is 0 for a node with one."""
 
     node: fx.Node
-    index: int
+    slot: int
 
 
 class Flow(ABC, Generic[T]):

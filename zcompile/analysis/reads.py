@@ -78,10 +78,10 @@ class Reads(Flow[int]):
 
 
 class Copies(Flow[Result | None]):
-    """Values that only repeat a graph input or a gathered value: views, casts and copies of it, and whatever else one node makes of one input.
+    """Values that only repeat a graph input or a gathered value: views, casts and copies of it.
 
-    What such a value carries is the result that it repeats; None for everything else. This is the rule by which the split never saves them: exactly one
-    input node, itself a leaf or a repeat, and no fewer elements than that input.
+    What such a value carries is the result that it repeats; None for everything else. The rule is that by which the split
+    never saves them: exactly one input node, itself a leaf or a repeat, and no fewer elements than that input.
     """
 
     def join(self, items: list[Result | None]) -> Result | None:

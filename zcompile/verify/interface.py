@@ -1,0 +1,186 @@
+"""The interface of a capture: what goes in, what comes out, and what each output may be computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from zcompile.ir import meta
+from zcompile.ir.graph import Grad, Graph, Kept, Origin, Param, Role, Saved, Step, Tangent
+from zcompile.ir.printer import describe
+from zcompile.verify.inference import agree, type_name, type_of
+from zcompile.verify.subject import Subject, kept_parameter
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What later graphs must keep. Names are those of the text form: ``param 'w'``, ``output 0``, ``grad 'w'``.
+
+    Attributes:
+        params: logical shape and trainability of each parameter.
+        inputs: the type of each buffer, input and tangent.
+        outputs: the type of each output, input gradient and mutation; None for parameter gradients, whose shapes change.
+        reads: for each returned value, the inputs it is computed from. A pass may make that set smaller, never larger:
+            this is what tells two gradients of one shape apart. Backward's saved values count as inputs of a split step.
+        known: every input that ``reads`` speaks about.
+    """
+
+    params: Mapping[str, tuple[tuple[int, ...], bool]]
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    reads: Mapping[str, frozenset[str]]
+    known: frozenset[str]
+
+    @staticmethod
+    def of(target: Step | Graph) -> Interface:
+        """The interface of a well-formed joint graph or step."""
+        graphs = target.graphs if isinstance(target, Step) else [target]
+        params: dict[str, tuple[tuple[int, ...], bool]] = {}
+        inputs: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
+        reads: dict[str, frozenset[str]] = {}
+        known: set[str] = set()
+        for graph in graphs:
+            subject = Subject(graph)
+            for node in graph.inputs:
+                origin = _origin(node)
+                known.add(_key(origin))
+                if isinstance(origin, Param):
+                    params[origin.name] = (origin.shape, origin.trainable)
+                elif not isinstance(origin, (Saved, Kept)):
+                    inputs[describe(origin)] = type_of(meta.value(node))
+            for node, role in _results(graph):
+                outputs[describe(role)] = None if isinstance(role, Grad) else type_of(meta.value(node))
+            for node, role in graph.outputs:
+                reads[describe(role)] = _reads(subject, node)
+        return Interface(params, inputs, outputs, reads, frozenset(known))
+
+    def check(self, subjects: list[Subject]) -> None:
+        """Check that the graphs of a step (or the joint graph) still have this interface.
+
+        Raises:
+            VerifyError: naming the input or output that is missing, new, of another type or computed from other inputs.
+        """
+        found: set[str] = set()
+        for subject in subjects:
+            for node in subject.graph.inputs:
+                self._check_input(subject, node)
+            for node, role in _results(subject.graph):
+                found.add(describe(role))
+                self._check_output(subject, node, role)
+            for node, role in subject.graph.outputs:
+                allowed = self.reads.get(describe(role))
+                extra = set() if allowed is None else (_reads(subject, node) & self.known) - allowed
+                if extra:
+                    subject.refuse(
+                        node,
+                        f"is returned as {describe(role)} but reads {', '.join(sorted(extra))}, which it did not in the capture",
+                    )
+        for missing in self.outputs:
+            if missing not in found:
+                last = subjects[-1]
+                last.refuse(last.graph.output, f"no longer returns {missing}, which the capture did")
+
+    def _check_input(self, subject: Subject, node: fx.Node) -> None:
+        origin = _origin(node)
+        if isinstance(origin, (Saved, Kept)):
+            return
+        if isinstance(origin, Param):
+            expected: Any = self.params.get(origin.name)
+            if expected is None:
+                subject.refuse(node, f"is parameter '{origin.name}', which the capture does not have")
+            if (origin.shape, origin.trainable) != expected:
+                shape, trainable = expected
+                subject.refuse(
+                    node,
+                    f"is parameter '{origin.name}' of {list(origin.shape)}, trainable {origin.trainable}; "
+                    f"in the capture it is of {list(shape)}, trainable {trainable}",
+                )
+            return
+        have, want = type_of(meta.value(node)), self.inputs.get(describe(origin))
+        if want is None:
+            subject.refuse(node, f"is {describe(origin)}, which the capture does not have")
+        if not agree(want, have, layout=True):
+            subject.refuse(
+                node, f"is {describe(origin)} of type {type_name(have)}; in the capture it is {type_name(want)}"
+            )
+
+    def _check_output(self, subject: Subject, node: fx.Node, role: Role) -> None:
+        if describe(role) not in self.outputs:
+            subject.refuse(node, f"is returned as {describe(role)}, which the capture does not return")
+        want, have = self.outputs[describe(role)], type_of(meta.value(node))
+        if want is not None and not agree(want, have, layout=False):
+            subject.refuse(
+                node,
+                f"is returned as {describe(role)} of type {type_name(have)}; in the capture it is {type_name(want)}",
+            )
+
+
+def _results(graph: Graph) -> Iterator[tuple[fx.Node, Role]]:
+    """What leaves the step: everything returned that backward does not take over from forward."""
+    return ((node, role) for node, role in graph.outputs if not isinstance(role, (Saved, Kept)))
+
+
+def _origin(node: fx.Node) -> Origin:
+    origin = meta.origin(node)
+    assert origin is not None, f"{node.name} has no origin"
+    return origin
+
+
+def _key(origin: Origin) -> str:
+    """The name of an input among ``reads``: a kept parameter counts as the parameter."""
+    return f"param {kept_parameter(origin)!r}" if isinstance(origin, Kept) else describe(origin)
+
+
+def _reads(subject: Subject, node: fx.Node) -> frozenset[str]:
+    return frozenset(_key(_origin(leaf.node)) for leaf in subject.sources.leaves_of(node))
+
+
+def check_step(step: Step, forward: Subject, backward: Subject | None) -> None:
+    """Check that forward hands to backward what backward takes, and that gradients and mutations belong to inputs."""
+    handed = {describe(role): node for node, role in step.forward.outputs if isinstance(role, (Saved, Kept))}
+    taken: dict[str, fx.Node] = {}
+    for node in [] if backward is None else backward.graph.inputs:
+        origin = _origin(node)
+        if isinstance(origin, (Saved, Kept)):
+            taken[describe(origin)] = node
+            assert backward is not None
+            if describe(origin) not in handed:
+                backward.refuse(node, f"is {describe(origin)}, which forward does not return")
+            have, want = type_of(meta.value(node)), type_of(meta.value(handed[describe(origin)]))
+            if not agree(want, have, layout=True):
+                backward.refuse(
+                    node, f"is {describe(origin)} of type {type_name(have)}; forward returns {type_name(want)}"
+                )
+        elif isinstance(origin, Tangent):
+            assert backward is not None
+            outputs = {describe(role): n for n, role in step.forward.outputs}
+            output = outputs.get(f"output {origin.index}")
+            if output is None:
+                backward.refuse(node, f"is {describe(origin)}, but forward has no output {origin.index}")
+            have, want = type_of(meta.value(node)), type_of(meta.value(output))
+            if not agree(want, have, layout=False):
+                backward.refuse(
+                    node, f"is {describe(origin)} of type {type_name(have)}; the output is {type_name(want)}"
+                )
+    for what, node in handed.items():
+        if what not in taken:
+            forward.refuse(node, f"is returned as {what}, which backward does not take")
+
+
+def check_params_agree(subjects: list[Subject]) -> None:
+    """Check that a parameter is stored the same way wherever the graphs of a step read it."""
+    first: dict[str, tuple[Param, Any]] = {}
+    for subject in subjects:
+        for node, param in subject.graph.params():
+            have = (param, type_of(meta.value(node)))
+            other = first.setdefault(param.name, have)
+            if other != have:
+                subject.refuse(
+                    node,
+                    f"is {have[0].placement} parameter '{param.name}' of type {type_name(have[1])}; "
+                    f"the other graph of the step has it as {other[0].placement} of type {type_name(other[1])}",
+                )
