@@ -35,9 +35,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "pipeline": ("verify",),
     "passes": ("pipeline",),
     "capture": ("ir",),
-    "lower": ("analysis",),
+    "program": ("ops",),
+    "lower": ("analysis", "program"),
     "plan": ("analysis",),
-    "runtime": ("ops",),
+    "runtime": ("ops", "program"),
 }
 # These stand on top and may import every layer.
 TOP = frozenset({"__init__", "__main__", "api", "optim"})
