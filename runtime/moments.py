@@ -27,10 +27,12 @@ class Cell:
         self.position = position
         self.seen = seen
 
-    def is_in(self, state: dict[str, Any], amsgrad: bool) -> bool:
-        """Whether ``state`` holds our tensors, and the maxima where they are needed."""
-        if amsgrad and MAXIMUM not in self.seen:
-            return False
+    def serves(self, amsgrad: bool) -> bool:
+        """Whether there are maxima where they are needed."""
+        return not amsgrad or MAXIMUM in self.seen
+
+    def is_in(self, state: dict[str, Any]) -> bool:
+        """Whether ``state`` holds our tensors (the user may have loaded or replaced it)."""
         return all(state.get(key) is tensor for key, tensor in self.seen.items())
 
     def take(self, state: dict[str, Any]) -> None:
@@ -39,8 +41,8 @@ class Cell:
             value = state.get(key)
             if isinstance(value, Tensor):
                 local_of(tensor).copy_(local_of(value))
-            elif value is not None:
-                tensor.fill_(value)
+            else:
+                tensor.fill_(0 if value is None else value)
             state[key] = tensor
 
 

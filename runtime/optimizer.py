@@ -75,10 +75,18 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._cells = {}
+        self.__dict__.setdefault("_cells", {})  # a copy starts without; load_state_dict comes here too and keeps them
         for group in self.param_groups:
             for key, value in (("amsgrad", False), ("maximize", False)):
                 group.setdefault(key, value)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; values are copied into the flat state that is there already."""
+        super().load_state_dict(state_dict)
+        for parameter, cell in self._cells.items():
+            if parameter in self.state:
+                cell.take(self.state[parameter])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -125,7 +133,13 @@ class AdamW(Optimizer):
 
     def _step_flat(self, group: dict[str, Any], members: list[tuple[Tensor, ParameterShards, int]]) -> None:
         amsgrad = group["amsgrad"]
-        homeless = [m for m in members if not self._is_home(m[0], amsgrad)]
+        homeless = []
+        for member in members:
+            cell = self._cells.get(member[0])
+            if cell is None or not cell.serves(amsgrad):
+                homeless.append(member)
+            elif not cell.is_in(state := self.state[member[0]]):
+                cell.take(state)
         if homeless:
             self._make_home(homeless, amsgrad)
         positions: dict[MomentArena, list[int]] = {}
@@ -135,11 +149,6 @@ class AdamW(Optimizer):
         for arena, members_here in positions.items():
             for step, together in arena.advance(members_here):
                 adamw_(arena.segments(together, amsgrad), _options(group, step))
-
-    def _is_home(self, parameter: Tensor, amsgrad: bool) -> bool:
-        """Whether the parameter's state is what we put into the arena (the user may have loaded or replaced it)."""
-        cell = self._cells.get(parameter)
-        return cell is not None and cell.is_in(self.state[parameter], amsgrad)
 
     def _make_home(self, members: Sequence[tuple[Tensor, ParameterShards, int]], amsgrad: bool) -> None:
         """Flat state for these parameters, with the values that they have already."""

@@ -15,11 +15,12 @@ from zcompile.errors import OptimizerError
 from zcompile.runtime.adopt import Replaced
 from zcompile.runtime.shards import ParameterShards, Slot
 
-#: torch optimizers that need whole matrices or whole vectors of parameters, and why
+#: torch optimizers that do not work on shards, and why
 UNSUPPORTED = {
     "Adafactor": "its factored moments are sums over rows and columns that lie on several ranks",
     "LBFGS": "its line search takes dot products over all parameters",
     "Muon": "it orthogonalises whole matrices",
+    "Rprop": "it indexes with masks, which DTensors do not support",
     "SparseAdam": "it needs sparse gradients",
 }
 
