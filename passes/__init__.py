@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zcompile.config import Config
+from zcompile.errors import PipelineError
 from zcompile.passes.cleanup import Cleanup
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.passes.schedule.bucket import Bucket
@@ -28,3 +30,43 @@ def parse(spec: str) -> Pipeline:
         PipelineError: an unknown pass or option, or text that is not a spec.
     """
     return Pipeline.parse(spec, KNOWN)
+
+
+def schedule(policy: str) -> tuple[Pass[Any], ...]:
+    """The schedule passes of a policy spec.
+
+    ``"none"`` moves nothing. Otherwise the spec lists schedule passes, such as ``"bucket{mib=64},prefetch{lookahead=2}"``;
+    where it names no bucket size the default one is used.
+
+    Raises:
+        PipelineError: an unknown pass, or one that does not schedule.
+    """
+    if policy == "none":
+        return ()
+    passes = parse(policy).passes
+    for p in passes:
+        if not isinstance(p, (Bucket, Prefetch)):
+            raise PipelineError(f"policy '{policy}' names '{p.name}', which is no schedule pass; those are bucket, prefetch, or none")
+    return passes if any(isinstance(p, Bucket) for p in passes) else (Bucket(), *passes)
+
+
+def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline:
+    """The passes that ``compile`` runs, top to bottom.
+
+    Args:
+        config: stage, policy, dtypes and patterns.
+        size: ranks on the axis; 1 inserts nothing distributed.
+        axis: name of the mesh axis.
+    """
+    return Pipeline(
+        (
+            RecomputeParams(),
+            PlanUnits(),
+            Shard(stage=config.stage, size=size, axis=axis, ignore="|".join(config.ignore)),
+            Unshard(stage=config.stage),
+            Reduce(stage=config.stage, dtype=config.reduce_spec),
+            Outline(),
+            *schedule(config.policy),
+            Cleanup(),
+        )
+    )

@@ -16,12 +16,9 @@ from zcompile import compat
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.judge import Wait
 
-OPS = {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+BACKEND_GRACE = 120.0  # seconds by which the backend's own timeout comes after ours, which says more
 
-#: dtypes that both backends gather as they are; others travel as bytes
-PLAIN_DTYPES = frozenset(
-    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
-)
+OPS = {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
 class Ranks(Protocol):
@@ -100,6 +97,7 @@ class Collectives:
         self._closed = False
         self._watch = _DeviceWatch(agreement)
         if self._size > 1:
+            compat.set_group_timeout(self._group, agreement.timeout + BACKEND_GRACE)
             agreement.watch_device(self._watch.oldest, self._abort)
 
     def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], description: str = "all_gather") -> Pending:
@@ -109,7 +107,7 @@ class Collectives:
             for out, part in zip(outputs, inputs, strict=True):
                 out.copy_(part.view(out.shape))
             return DONE
-        wire_out, wire_in = [_wire(t) for t in outputs], [_wire(t) for t in inputs]
+        wire_out, wire_in = [_bytes(t) for t in outputs], [_bytes(t) for t in inputs]
         return self._start(
             lambda: [compat.start_all_gather(self._group, wire_out, wire_in)], description, kept=(wire_out, wire_in)
         )
@@ -152,7 +150,7 @@ class Collectives:
         """Overwrite ``tensors`` with those of rank ``root``."""
         if self._size == 1:
             return DONE
-        wire = [_wire(t) for t in tensors if t.numel()]
+        wire = [_bytes(t) for t in tensors if t.numel()]
         return self._start(lambda: [compat.start_broadcast(self._group, t, root) for t in wire], description, kept=wire)
 
     def close(self) -> None:
@@ -259,9 +257,12 @@ def _is_done(work: Any, seconds: float) -> bool:
     return True
 
 
-def _wire(tensor: Tensor) -> Tensor:
-    """``tensor`` as something that can travel unchanged: itself, or its bytes."""
-    return tensor if tensor.dtype in PLAIN_DTYPES else tensor.view(-1).view(torch.uint8)
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor``: what is only moved travels as bytes, in any dtype.
+
+    Gloo joins a bucket's tensors into one of the first one's dtype: with two dtypes in a bucket it would gather garbage.
+    """
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -1,3 +1,11 @@
 """zcompile: a compiler for ZeRO data-parallel training on PyTorch."""
 
+from zcompile import errors
+from zcompile.api import compile
+from zcompile.errors import ZCompileError
+from zcompile.module import CompiledModule, unwrap
+from zcompile.runtime import optimizer as optim
+
 __version__ = "0.1.0"
+
+__all__ = ["CompiledModule", "ZCompileError", "__version__", "compile", "errors", "optim", "unwrap"]

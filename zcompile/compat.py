@@ -281,6 +281,15 @@ def store_host(store: Any) -> str:
     return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
+def set_group_timeout(group: Any, seconds: float) -> None:
+    """How long a collective of ``group`` may take until the backend itself gives up (gloo) or ends the process (NCCL)."""
+    import datetime
+
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
 def start_all_gather(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
     """One coalesced all-gather along dim 0: ``outputs[i]`` is all ranks' ``inputs[i]``."""
     return group.allgather_into_tensor_coalesced(outputs, inputs)
@@ -512,6 +521,9 @@ def _check_ranks() -> None:
     for name in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "abort"):
         assert hasattr(ProcessGroup, name), f"ProcessGroup has no {name}"
     assert is_short_wait_over(RuntimeError("Operation timed out!"))
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    assert callable(_set_pg_timeout)
 
 
 #: what ``doctor`` and the test suite run

@@ -266,7 +266,7 @@ def _parse_pass(text: str, known: Mapping[str, type[Pass[Any]]]) -> Pass[Any]:
         key, sep, value = item.partition("=")
         if not sep or key not in fields:
             raise PipelineError(f"pass '{name}' has no option '{key}'; its options are {', '.join(fields) or '(none)'}")
-        options[key] = _parse_option(value)
+        options[key] = parse_option(value)
     return cls(**options)
 
 
@@ -274,7 +274,8 @@ def _print_option(value: Any) -> str:
     return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def _parse_option(text: str) -> Any:
+def parse_option(text: str) -> Any:
+    """The value of an option in a spec: none, true, false, a number, or the text itself."""
     if text in ("none", "true", "false"):
         return {"none": None, "true": True, "false": False}[text]
     for kind in (int, float):

@@ -38,6 +38,7 @@ class Reduce(StepPass):
     Attributes:
         stage: ZeRO stage; 0 all-reduces everything.
         dtype: dtype of the reduction, such as ``bf16``; None: the gradient's own.
+        local: reduce nothing: gradients stay on their rank, full, in the form in which a reduction reads them (``no_sync``).
     """
 
     name: ClassVar[str] = "reduce"
@@ -45,6 +46,7 @@ class Reduce(StepPass):
     establishes: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADS_REDUCED})
     stage: int = 3
     dtype: str | None = None
+    local: bool = False
 
     def run(self, target: Step, stats: Stats) -> None:
         if self.dtype is not None and self.dtype not in _DTYPES:
@@ -53,19 +55,23 @@ class Reduce(StepPass):
             return
         ((axis, size),) = target.backward.axes.items()
         if size > 1:
-            _Reducer(target.backward, axis, size, None if self.dtype is None else _DTYPES[self.dtype], stats).run()
+            params = {param.name: param for graph in target.graphs for _, param in graph.params()}
+            _Reducer(target.backward, params, axis, size, None if self.dtype is None else _DTYPES[self.dtype], self.local, stats).run()
 
 
 class _Reducer:
     """Reductions of one backward graph."""
 
-    def __init__(self, graph: Graph, axis: str, size: int, dtype: torch.dtype | None, stats: Stats) -> None:
+    def __init__(
+        self, graph: Graph, params: dict[str, Param], axis: str, size: int, dtype: torch.dtype | None, local: bool, stats: Stats
+    ) -> None:
         self.graph = graph
+        self.params = params
         self.axis = axis
         self.size = size
         self.dtype = dtype
+        self.local = local
         self.stats = stats
-        self.params = {param.name: param for _, param in graph.params()}
         self.last_node: dict[int, fx.Node] = {}
         for node in graph.fx.nodes:
             if meta.region(node) is not None:
@@ -98,6 +104,8 @@ class _Reducer:
 
     def _reduce_unit(self, unit: str, sharded: bool, grads: list[tuple[fx.Node, Param]], region: int) -> list[fx.Node]:
         sends = [self._prepare(value, param if sharded else None, region) for value, param in grads]
+        if self.local:
+            return sends
         label = unit.replace(".", "_").replace("+", "_")
         target = ops.reduce_scatter if sharded else ops.all_reduce
         with self.graph.fx.inserting_after(self._end(region)):

@@ -53,11 +53,12 @@ class Shard(StepPass):
             raise PassError(f"stage is {self.stage}; it must be 0, 1, 2 or 3")
         for graph in target.graphs:
             graph.axes.setdefault(self.axis, self.size)
+            start = graph.body[0] if graph.body else graph.output
             for node, param in list(graph.params()):
                 if param.placement == "full":
-                    self._place(graph, node, param, stats)
+                    self._place(graph, node, param, start, stats)
 
-    def _place(self, graph: Graph, node: fx.Node, param: Param, stats: Stats) -> None:
+    def _place(self, graph: Graph, node: fx.Node, param: Param, start: fx.Node, stats: Stats) -> None:
         full = meta.tensor(node)
         dim = choose_shard_dim(
             param.shape, full.dtype, self.size, stage=self.stage, ignored=any(fnmatchcase(param.name, p) for p in self.ignore.split("|"))
@@ -70,12 +71,11 @@ class Shard(StepPass):
         meta.set_origin(node, replace(param, placement="shard", shard_dim=dim))
         meta.set_value(node, _resized(full, spec.padded_local_shape))
         stats["sharded parameters"] += 1
-        self._insert_full(graph, node, param, dim)
+        self._insert_full(graph, node, param, dim, start)
 
-    def _insert_full(self, graph: Graph, node: fx.Node, param: Param, dim: int) -> None:
-        """One logical full value for each dtype in which the shard is read, at the start of the graph."""
+    def _insert_full(self, graph: Graph, node: fx.Node, param: Param, dim: int, start: fx.Node) -> None:
+        """One logical full value for each dtype in which the shard is read, right before ``start``."""
         full: dict[torch.dtype, fx.Node] = {}
-        start = graph.body[0] if graph.body else graph.output
         for user in list(node.users):
             dtype = meta.tensor(user if _is_cast(user) else node).dtype
             if dtype not in full:

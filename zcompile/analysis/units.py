@@ -44,11 +44,16 @@ def unit_key(param: str) -> tuple[str, bool]:
     return ".".join(parts[:-1]) or param, False
 
 
+#: a module outside of every list joins a neighbour that is this many times larger (or smaller) than itself
+JOIN_RATIO = 16
+
+
 def plan_units(params: Iterable[tuple[str, int]], min_bytes: int) -> list[Unit]:
     """Group parameters into units.
 
-    Parameters of one block form a unit. Others form one for each owning module; neighbours in order of first use that are
-    not blocks are joined, and consecutive blocks are joined until a unit has ``min_bytes``.
+    Parameters of one block form a unit. Others form one for each owning module; of two neighbours in order of first use that
+    are not blocks, one that is tiny beside the other joins it (a final norm and the head). Neighbours of one kind are joined
+    until a unit has ``min_bytes``.
 
     Args:
         params: name and full bytes of each parameter, in order of first use.
@@ -61,12 +66,16 @@ def plan_units(params: Iterable[tuple[str, int]], min_bytes: int) -> list[Unit]:
     for (key, repeated), members in groups.items():
         unit = Unit(key, tuple(n for n, _ in members), sum(s for _, s in members), repeated)
         last = units[-1] if units else None
-        if last is not None and last.repeated == repeated and (not repeated or last.num_bytes < min_bytes):
-            unit = Unit(f"{last.name}+{unit.name}", last.params + unit.params, last.num_bytes + unit.num_bytes, repeated)
-            units[-1] = unit
+        if last is not None and last.repeated == repeated and (last.num_bytes < min_bytes or _tiny_beside(last, unit)):
+            units[-1] = Unit(f"{last.name}+{unit.name}", last.params + unit.params, last.num_bytes + unit.num_bytes, repeated)
         else:
             units.append(unit)
     return units
+
+
+def _tiny_beside(a: Unit, b: Unit) -> bool:
+    small, large = sorted((a.num_bytes, b.num_bytes))
+    return not a.repeated and small * JOIN_RATIO <= large
 
 
 def params_by_first_use(graph: Graph) -> list[Param]:

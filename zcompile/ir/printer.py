@@ -56,15 +56,28 @@ def print_graph(graph: Graph) -> str:
     """The text of a graph, without a newline at the end. The same graph gives the same text on every machine."""
     device = _device(graph)
     lines = [_header(graph, device), "  inputs:"]
-    for node in graph.inputs:
-        lines.append(f"    %{node.name}: {type_text(meta.value(node), device)} = {_origin(meta.origin(node))}")
+    lines.extend(f"    {print_node(node, device)}" for node in graph.inputs)
     for region in graph.regions.values():
         lines.extend(_region(region, device))
     lines.append("  body:")
     lines.extend(_body(graph.body, device))
-    outputs = zip_longest(_returned(graph.fx), meta.roles(graph.output))
-    lines.append("  return " + ", ".join(f"{describe(role)} {literal(value)}" for value, role in outputs))
+    lines.append(f"  {print_node(graph.output, device)}")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def print_node(node: fx.Node, device: str = "cpu") -> str:
+    """The line of one node of a graph, without indentation; a node with several results shows its own name.
+
+    Args:
+        node: a node of the top level, or a placeholder or compute node of a region.
+        device: the device type that is not printed.
+    """
+    if node.op == "output":
+        outputs = zip_longest(node.args[0], meta.roles(node))  # type: ignore[arg-type]
+        return "return " + ", ".join(f"{describe(role)} {literal(value)}" for value, role in outputs)
+    if node.op == "placeholder":
+        return f"%{node.name}: {type_text(meta.value(node), device)} = {_origin(meta.origin(node))}"
+    return f"{_targets(node, [], device)}{_call(node)}{_region_index(node)}"
 
 
 def describe(what: Origin | Role | None) -> str:

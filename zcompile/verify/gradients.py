@@ -40,7 +40,8 @@ def _check_grad(subject: Subject, node: fx.Node, name: str) -> None:
     if not param.trainable:
         subject.refuse(node, f"is returned as grad '{name}', but parameter '{name}' is frozen")
     shape = tuple(meta.tensor(node).shape)
-    allowed = {param.shape, subject.spec(param).padded_local_shape}
+    spec = subject.spec(param)
+    allowed = {param.shape, spec.padded_local_shape, spec.padded_full_shape}
     if shape not in allowed:
         shapes = " or ".join(str(list(s)) for s in sorted(allowed))
         subject.refuse(
@@ -69,10 +70,14 @@ def check_grads_reduced(subject: Subject, options: Mapping[str, Any], axes: Mapp
 
     Args:
         subject: the graph that returns the gradients.
-        options: of the pass that reduced; its ``dtype`` when set.
+        options: of the pass that reduced: its ``dtype`` when set; with ``local``, gradients stay full on their rank, in the
+            form that a reduction reads.
         axes: the axis that each parameter is sharded over, by name.
     """
     if all(size == 1 for size in subject.graph.axes.values()) and not subject.reductions:
+        return
+    if options.get("local"):
+        _check_local(subject, options)
         return
     results = {result: c for c in subject.reductions for result in c.results}
     reads = subject.reads
@@ -102,6 +107,15 @@ def check_grads_reduced(subject: Subject, options: Mapping[str, Any], axes: Mapp
                 collective.start,
                 f"reduces %{collective.tensors[result.slot].name}, which is not returned as a gradient",
             )
+
+
+def _check_local(subject: Subject, options: Mapping[str, Any]) -> None:
+    """Inside ``no_sync``: nothing is reduced, and every gradient has the shape and dtype that a reduction takes."""
+    for reduction in subject.reductions:
+        subject.refuse(reduction.start, "reduces a gradient; this step accumulates locally")
+    for node, role in subject.graph.outputs:
+        if isinstance(role, Grad):
+            _check_sent(subject, node, node, subject.params[role.name][0], options)
 
 
 def _check_reduced_once(subject: Subject, results: Mapping[Result, Collective]) -> None:
@@ -136,13 +150,20 @@ def _check_reduction(
             start, f"reduces grad '{param.name}' over axis '{collective.axis}'; the parameter lives on '{axis}'"
         )
     spec = subject.spec(param)
-    sent, got = meta.tensor(collective.tensors[index]), meta.tensor(node)
-    for what, shape, want in (
-        ("sends", sent.shape, spec.padded_full_shape),
-        ("returns", got.shape, spec.padded_local_shape),
-    ):
-        if tuple(shape) != want:
-            subject.refuse(start, f"{what} grad '{param.name}' as {list(shape)}; the padded shape is {list(want)}")
+    got = meta.tensor(node)
+    if tuple(got.shape) != spec.padded_local_shape:
+        subject.refuse(
+            start,
+            f"returns grad '{param.name}' as {list(got.shape)}; the padded shape is {list(spec.padded_local_shape)}",
+        )
+    _check_sent(subject, start, collective.tensors[index], param, options)
+
+
+def _check_sent(subject: Subject, at: fx.Node, sent: fx.Node, param: Param, options: Mapping[str, Any]) -> None:
+    """A gradient as a reduction reads it: padded, in the reduce dtype."""
+    value, want = meta.tensor(sent), subject.spec(param).padded_full_shape
+    if tuple(value.shape) != want:
+        subject.refuse(at, f"sends grad '{param.name}' as {list(value.shape)}; the padded shape is {list(want)}")
     wire = options.get("dtype")
-    if wire and dtype_name(sent.dtype) != wire:
-        subject.refuse(start, f"reduces grad '{param.name}' in {dtype_name(sent.dtype)}; the reduce dtype is {wire}")
+    if wire and dtype_name(value.dtype) != wire:
+        subject.refuse(at, f"reduces grad '{param.name}' in {dtype_name(value.dtype)}; the reduce dtype is {wire}")

@@ -1,0 +1,67 @@
+"""Memory for gathered parameters: taken when a gather starts, given back at its release, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zcompile.program import TensorType
+
+
+class Buffers:
+    """Hands out contiguous buffers and takes them back.
+
+    A buffer that was given back is used again for the next request of the same type, so nothing that still views it may be
+    read: the verifier proves that, and ``poison`` shows it in tests.
+
+    Attributes:
+        live_bytes: bytes handed out now.
+        peak_bytes: the most that ever were.
+        poison: fill released floating buffers with NaN.
+    """
+
+    def __init__(self, device: torch.device, *, poison: bool = False) -> None:
+        self.device = device
+        self.poison = poison
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._free: dict[TensorType, list[Tensor]] = {}
+        self._free_bytes = 0
+
+    def take(self, types: Sequence[TensorType]) -> list[Tensor]:
+        """One buffer for each type, with undefined contents."""
+        taken = []
+        for kind in types:
+            free = self._free.get(kind)
+            if free:
+                tensor = free.pop()
+                self._free_bytes -= tensor.nbytes
+            else:
+                tensor = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
+            self.live_bytes += tensor.nbytes
+            taken.append(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return taken
+
+    def take_copy(self, tensor: Tensor) -> Tensor:
+        """A buffer with the contents of another."""
+        (copy,) = self.take([TensorType(tuple(tensor.shape), tensor.dtype)])
+        return copy.copy_(tensor)
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Take buffers back."""
+        for tensor in tensors:
+            if self.poison and tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            self.live_bytes -= tensor.nbytes
+            self._free_bytes += tensor.nbytes
+            self._free.setdefault(TensorType(tuple(tensor.shape), tensor.dtype), []).append(tensor)
+
+    def trim(self, max_bytes: int) -> None:
+        """Drop free buffers, largest first, until at most ``max_bytes`` of them are held."""
+        for kind in sorted(self._free, key=lambda k: -self._free[k][0].nbytes if self._free[k] else 0):
+            free = self._free[kind]
+            while free and self._free_bytes > max_bytes:
+                self._free_bytes -= free.pop().nbytes

@@ -1,0 +1,131 @@
+"""Runs programs: regions, collectives, buffers. It knows instructions and tensors, never a pass or a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.program import Call, Program, Release, Start, Wait
+from zcompile.runtime.buffers import Buffers
+from zcompile.runtime.collectives import Collectives, Pending
+from zcompile.runtime.shards import ParameterShards
+
+#: takes a list of tensors, which it may clear, and returns results
+Body = Callable[[list[Tensor]], Sequence[Any]]
+
+
+class LocalGradients:
+    """Gradients that ``no_sync`` backwards left on this rank, in the form in which a reduction reads them."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add to what is pending for a parameter; ``value`` is not kept."""
+        if name in self.pending:
+            self.pending[name].add_(value)
+        else:
+            self.pending[name] = value.clone()
+
+    def take(self, name: str, value: Tensor) -> Tensor:
+        """``value`` plus what was pending, which is not any more."""
+        pending = self.pending.pop(name, None)
+        return value if pending is None else pending.add_(value)
+
+
+class Executor:
+    """Runs programs of one compiled model.
+
+    Args:
+        shards: parameters and gradients.
+        collectives: the model's own collectives.
+        buffers: memory of gathered parameters.
+    """
+
+    def __init__(self, shards: ParameterShards, collectives: Collectives, buffers: Buffers) -> None:
+        self.shards = shards
+        self.collectives = collectives
+        self.buffers = buffers
+        self.local_gradients = LocalGradients()
+
+    def run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> list[Any]:
+        """Run a program.
+
+        Args:
+            program: what to run.
+            bodies: the regions by name.
+            slots: the slot table with the inputs filled in; it is used up.
+
+        Returns:
+            the slot table; read the outputs at their slots.
+        """
+        pending: dict[int, Pending] = {}
+        for ins in program.instructions:
+            if type(ins) is Call:
+                args = [slots[i] for i in ins.inputs]
+                for i in ins.frees:
+                    slots[i] = None
+                results = bodies[ins.body](args)
+                for i, value in zip(ins.outputs, results, strict=True):
+                    if i >= 0:
+                        slots[i] = value
+            elif type(ins) is Start:
+                pending[ins.ticket] = self._start(ins, slots)
+            elif type(ins) is Wait:
+                pending.pop(ins.ticket).wait()
+                for i in ins.frees:
+                    slots[i] = None
+            else:
+                assert type(ins) is Release
+                self.buffers.give([slots[i] for i in ins.slots])
+                for i in ins.slots:
+                    slots[i] = None
+        return slots
+
+    def _start(self, ins: Start, slots: list[Any]) -> Pending:
+        sends: list[Tensor] = [slots[i] for i in ins.inputs]
+        if ins.op == "all_gather":
+            outputs = self.buffers.take(ins.types)
+            started = self.collectives.all_gather(outputs, sends, ins.label)
+        else:
+            if self.local_gradients.pending:
+                sends = [self.local_gradients.take(name, t) if name else t for name, t in zip(ins.grads, sends, strict=True)]
+            outputs = self._gradient_memory(ins)
+            if ins.op == "reduce_scatter":
+                started = self.collectives.reduce_scatter(outputs, sends, description=ins.label)
+            else:
+                for out, send in zip(outputs, sends, strict=True):
+                    out.copy_(send)
+                started = self.collectives.all_reduce(outputs, description=ins.label)
+        for i, out in zip(ins.outputs, outputs, strict=True):
+            slots[i] = out
+        return started
+
+    def _gradient_memory(self, ins: Start) -> list[Tensor]:
+        """Where reduced gradients go: right into the gradient arena where nothing is accumulated yet."""
+        outputs = []
+        for name, kind in zip(ins.grads, ins.types, strict=True):
+            if name and self.shards.parameter(name).grad is None:
+                memory = self.shards.grad_local(name)
+                if memory.dtype == kind.dtype and tuple(memory.shape) == kind.shape:
+                    outputs.append(memory)
+                    continue
+            outputs.append(torch.empty(kind.shape, dtype=kind.dtype, device=self.buffers.device))
+        return outputs
+
+    def reduce_leftovers(self, axis_label: str) -> None:
+        """Reduce and accumulate local gradients that no reduction of the last backward took along, in the model's order."""
+        names = [n for n in self.shards.specs if n in self.local_gradients.pending]
+        for name in names:
+            spec = self.shards.specs[name]
+            send = self.local_gradients.pending.pop(name)
+            if spec.is_sharded:
+                out = torch.empty(spec.padded_local_shape, dtype=send.dtype, device=send.device)
+                self.collectives.reduce_scatter([out], [send], description=f"{axis_label} of {name}").wait()
+            else:
+                out = send
+                self.collectives.all_reduce([out], description=f"{axis_label} of {name}").wait()
+            self.shards.accumulate(name, out)

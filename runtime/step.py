@@ -1,0 +1,217 @@
+"""One training step: a call runs the forward program, and an autograd function runs the backward program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile import compat
+from zcompile.errors import BackwardError, RankError
+from zcompile.program import Program, StepProgram
+from zcompile.runtime.agreement import Agreement, TextSequence
+from zcompile.runtime.buffers import Buffers
+from zcompile.runtime.executor import Executor
+from zcompile.runtime.full import logical
+from zcompile.runtime.shards import ParameterShards
+
+
+class StepRunner:
+    """Runs the steps of one compiled model.
+
+    Attributes:
+        local_only: inside ``no_sync``: backwards keep their gradients on this rank.
+    """
+
+    def __init__(self, shards: ParameterShards, executor: Executor, agreement: Agreement, buffer_of: Callable[[str], Tensor]) -> None:
+        self.shards = shards
+        self.executor = executor
+        self.agreement = agreement
+        self.buffer_of = buffer_of
+        self.local_only = False
+        self._probe = torch.zeros((), requires_grad=True)
+
+    def forward(self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:
+        """Run a step's forward.
+
+        Args:
+            step: what to run.
+            constants: values of buffers that the capture made.
+            inputs: the tensor leaves of the arguments.
+
+        Returns:
+            the output leaves by index; None for those that alias inputs. Attached to autograd when the step has a backward.
+        """
+        if step.backward is None:
+            outputs, _ = self.run_forward(step, constants, inputs)
+            return outputs
+        parameters = [self.shards.parameter(name) for name in step.trainable]
+        outputs = _Step.apply(self, step, constants, len(inputs), *inputs, *parameters)
+        return list(outputs)
+
+    def run_forward(self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[list[Any], SavedValues]:
+        """The output leaves, and what backward needs by name."""
+        program = step.forward
+        self.agreement.event(f"forward ({step.label})", step.forward_sequence)
+        slots: list[Any] = [None] * program.num_slots
+        for port in program.inputs:
+            if port.kind == "param":
+                slots[port.slot] = self.shards.local(port.key)
+            elif port.kind == "input":
+                slots[port.slot] = inputs[port.key].detach()
+            else:
+                slots[port.slot] = constants[port.key] if port.key in constants else self.buffer_of(port.key)
+        slots = self._run(program, step, slots)
+        outputs: list[Any] = [None] * step.num_outputs
+        saved = SavedValues(self.executor.buffers)
+        for port in program.outputs:
+            value = slots[port.slot]
+            if port.kind == "output":
+                outputs[port.key] = value.detach() if port.shared else value
+            elif port.kind == "mutation":
+                self.buffer_of(port.key).copy_(value)
+            elif port.kind == "input_mutation":
+                inputs[port.key].detach().copy_(value)
+            else:
+                (saved.kept if port.kind == "kept" else saved.values)[port.key] = value
+        return outputs, saved
+
+    def run_backward(
+        self, step: StepProgram, saved: SavedValues, tangents: Sequence[Tensor | None], keep: bool
+    ) -> tuple[list[tuple[str, Tensor]], dict[int, Tensor]]:
+        """Run a step's backward.
+
+        Args:
+            step: what to run.
+            saved: what the forward left.
+            tangents: the gradient of each output leaf.
+            keep: another backward through the same forward will come (``retain_graph``).
+
+        Returns:
+            (parameter, padded gradient shard) pairs, and the gradients of inputs by index.
+        """
+        program = step.local_backward if self.local_only else step.backward
+        assert program is not None
+        if self.local_only:
+            self.agreement.event(f"backward ({step.label}, no_sync)", step.local_sequence)
+        else:
+            self.agreement.event(f"backward ({step.label})", step.backward_sequence)
+        kept = saved.take_kept(keep)
+        slots: list[Any] = [None] * program.num_slots
+        for port in program.inputs:
+            if port.kind == "param":
+                slots[port.slot] = self.shards.local(port.key)
+            elif port.kind == "tangent":
+                slots[port.slot] = tangents[port.key]
+            else:
+                slots[port.slot] = kept[port.key] if port.kind == "kept" else saved.values[port.key]
+        if not keep:
+            saved.values.clear()
+        slots = self._run(program, step, slots)
+        grads = [(port.key, slots[port.slot]) for port in program.outputs if port.kind == "grad"]
+        return grads, {port.key: slots[port.slot] for port in program.outputs if port.kind == "input_grad"}
+
+    def _run(self, program: Program, step: StepProgram, slots: list[Any]) -> list[Any]:
+        try:
+            with torch.no_grad():
+                return self.executor.run(program, step.bodies, slots)
+        except RankError:
+            raise
+        except BaseException as error:
+            self.agreement.fail(error)
+            raise
+
+    def in_default_mode(self) -> bool:
+        """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does."""
+        return compat.will_accumulate([compat.grad_accumulator(self._probe)])[0]
+
+    def accumulate(self, step: StepProgram, grads: list[tuple[str, Tensor]]) -> dict[str, Any]:
+        """Put gradients where they belong; returns those that the engine must handle, by parameter."""
+        if self.local_only:
+            for name, value in grads:
+                self.executor.local_gradients.add(name, value)
+            return {}
+        returned: dict[str, Any] = {}
+        direct = grads
+        if not self.in_default_mode():
+            direct = []
+        hooked = {name for name, _ in grads if compat.tensor_hooks(self.shards.parameter(name))}
+        if hooked:
+            direct = [g for g in direct if g[0] not in hooked]
+        if len(direct) != len(grads):
+            mine = {name for name, _ in direct}
+            returned = {name: self._fresh(name, value) for name, value in grads if name not in mine}
+        self.shards.accumulate_many([name for name, _ in direct], [value for _, value in direct])
+        if self.executor.local_gradients.pending:
+            names = list(self.executor.local_gradients.pending)
+            self.agreement.event(f"reduction of no_sync gradients ({step.label})", TextSequence.of(*names))
+            self.executor.reduce_leftovers("reduction")
+        return returned
+
+    def _fresh(self, name: str, padded: Tensor) -> Tensor:
+        """A gradient of its own memory, placed as its parameter is."""
+        spec = self.shards.specs[name]
+        return self.shards.as_seen(spec, logical(spec, padded, self.shards.mesh.rank).clone())
+
+
+class SavedValues:
+    """What one forward left for its backward. Kept buffers go back when nobody needs them any more."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.values: dict[str, Any] = {}
+        self.kept: dict[str, Tensor] = {}
+        self._buffers = buffers
+
+    def take_kept(self, keep: bool) -> dict[str, Tensor]:
+        """The kept buffers for a backward, which releases them: copies if another backward will come."""
+        if keep:
+            return {name: self._buffers.take_copy(t) for name, t in self.kept.items()}
+        kept, self.kept = self.kept, {}
+        return kept
+
+    def __del__(self) -> None:
+        if self.kept:
+            self._buffers.give(list(self.kept.values()))
+
+
+class _Step(torch.autograd.Function):
+    """The step as autograd sees it: inputs and parameters in, output leaves out."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: StepRunner, step: StepProgram, constants: Mapping[str, Tensor], num_inputs: int, *tensors: Tensor) -> tuple[Any, ...]:
+        outputs, saved = runner.run_forward(step, constants, tensors[:num_inputs])
+        ctx.runner, ctx.step, ctx.saved, ctx.num_inputs = runner, step, saved, num_inputs
+        ctx.types = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.differentiable}
+        ctx.set_materialize_grads(False)
+        attached = {*step.differentiable, *step.detached}
+        ctx.mark_non_differentiable(*[o for i, o in enumerate(outputs) if o is not None and i not in attached])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        step: StepProgram = ctx.step
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                "create_graph=True asks for a double backward, which the captured backward does not have; "
+                "compute higher-order gradients on the uncompiled model"
+            )
+        for index, name in step.detached.items():
+            if tangents[index] is not None:
+                raise BackwardError(
+                    f"a gradient arrives at output {name}, which was compiled as not differentiable because the output has a "
+                    f"loss; pass differentiable=[..., {name!r}] to compile"
+                )
+        keep = compat.keeps_graph()
+        if ctx.saved is None:
+            raise BackwardError("backward runs a second time through a step whose values were freed; pass retain_graph=True to the first backward")
+        saved, ctx.saved = ctx.saved, ctx.saved if keep else None
+        given = list(tangents)
+        for index, (shape, dtype, device) in ctx.types.items():
+            if given[index] is None:
+                given[index] = torch.zeros(shape, dtype=dtype, device=device)
+        grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
+        returned = ctx.runner.accumulate(step, grads)
+        inputs = [input_grads.get(i) for i in range(ctx.num_inputs)]
+        return (None, None, None, None, *inputs, *[returned.get(name) for name in step.trainable])

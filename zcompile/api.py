@@ -1,0 +1,193 @@
+"""``zcompile.compile``: from a plain module to one that trains under ZeRO."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcompile import passes
+from zcompile.capture.joint import ParamType
+from zcompile.config import Config, dtype_name, names_tuple
+from zcompile.errors import ConfigError, ShardingError
+from zcompile.module import CompiledModule
+from zcompile.pipeline import Pipeline
+from zcompile.placement import ParamSpec, choose_shard_dim
+from zcompile.runtime.adopt import adopt, install, sync_buffers
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.buffers import Buffers
+from zcompile.runtime.collectives import Collectives
+from zcompile.runtime.executor import Executor
+from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
+from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.step import StepRunner
+from zcompile.session import Session, buffer_reader
+
+_names = itertools.count()
+
+
+def compile(
+    model: nn.Module,
+    *,
+    stage: int = 3,
+    precision: str | torch.dtype | None = None,
+    reduce_dtype: str | torch.dtype | None = None,
+    backend: str = "inductor",
+    policy: str = "prefetch",
+    recompute: Any = None,
+    offload: Any = None,
+    memory_budget: Any = None,
+    gradient_accumulation_steps: int = 1,
+    ignore: str | Iterable[str] = (),
+    keep_fp32: str | Iterable[str] = (),
+    differentiable: Sequence[str | int] | None = None,
+    mesh: DeviceMesh | None = None,
+    pipeline: str | Pipeline | None = None,
+    verify: str = "full",
+    timeout: float = 600.0,
+    max_captures: int = 16,
+    sync_init: bool = True,
+    debug_nonfinite: bool = False,
+) -> CompiledModule:
+    """Compile a model for data-parallel training. Collective: every rank calls it with the same model and options.
+
+    The model is taken over: its parameters become shards (DTensors where there is a process group), and it is captured
+    at the first call with each new kind of arguments.
+
+    Args:
+        model: any module that can be captured as one graph. It may be on the ``meta`` device.
+        stage: ZeRO stage: 0 replicates, 1 and 2 shard gradients and optimizer state, 3 shards parameters too.
+        precision: None computes in the model's own dtypes; ``"bf16"`` or ``"fp16"``: fp32 masters, computed and gathered in that dtype.
+        reduce_dtype: dtype of gradient reductions; None: that of the masters.
+        backend: ``"inductor"`` compiles regions, ``"eager"`` interprets them (the reference).
+        policy: schedule passes, such as ``"prefetch{lookahead=2}"``, or ``"none"``.
+        gradient_accumulation_steps: the declared window of backward calls.
+        ignore: glob patterns of parameters that are not sharded.
+        keep_fp32: glob patterns of parameters that are computed in fp32 under ``precision``.
+        differentiable: names or indices of the outputs that may get a gradient. Default: a float scalar called ``loss``
+            alone if there is one, else every float output.
+        mesh: a device mesh with one axis; None: all ranks.
+        pipeline: a whole pass pipeline instead of the one built from the other options.
+        verify: ``"full"``, ``"fast"`` or ``"off"``.
+        timeout: seconds that any wait on other ranks may take.
+        max_captures: most captures that are held.
+        sync_init: start every rank from rank 0's parameters and buffers.
+
+    Returns:
+        the compiled module.
+
+    Raises:
+        ConfigError: options that have no meaning, alone or together.
+        ShardingError: a parameter that cannot be taken over.
+        RankError: ranks have different models or options, or one is missing.
+    """
+    for name, value in {"recompute": recompute, "offload": offload, "memory_budget": memory_budget, "debug_nonfinite": debug_nonfinite or None}.items():
+        if value is not None:
+            raise ConfigError(f"{name}={value!r} is not supported in this version; leave it out")
+    if isinstance(model, CompiledModule):
+        raise ConfigError("the model is compiled already; pass the plain module")
+    config = Config(
+        stage=stage,
+        precision=dtype_name(precision),
+        reduce_dtype=dtype_name(reduce_dtype),
+        backend=backend,
+        policy=policy,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        ignore=names_tuple("ignore", ignore),
+        keep_fp32=names_tuple("keep_fp32", keep_fp32),
+        differentiable=None if differentiable is None else tuple(differentiable),
+        verify=verify,
+        timeout=timeout,
+        max_captures=max_captures,
+        sync_init=sync_init,
+    )
+    place = Mesh.create(mesh, device=_device(model), timeout=timeout)
+    chosen = _pipeline(config, pipeline, place)
+    label = f"{type(model).__name__.lower()}"
+    agreement = Agreement(place.store, place.rank, place.size, timeout=timeout, name=f"{label}.{next(_names)}")
+    try:
+        return _take_over(model, config, chosen, place, agreement, label)
+    except BaseException as error:
+        agreement.fail(error)
+        raise
+
+
+def _take_over(model: nn.Module, config: Config, pipeline: Pipeline, mesh: Mesh, agreement: Agreement, label: str) -> CompiledModule:
+    specs = parameter_specs(model, config, mesh.size)
+    agreement.compare("the parameters", "\n".join(_describe(s) for s in specs))
+    agreement.compare("the options", "\n".join(f"{f.name} = {getattr(config, f.name)!r}" for f in dataclasses.fields(config) if f.name != "timeout"))
+    shards = ParameterShards(specs, mesh)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    replaced = adopt(shards, {s.name: named[s.name] for s in specs}, sync_init=config.sync_init)
+    if config.sync_init:
+        sync_buffers(mesh, dict(model.named_buffers()))
+    install(shards, model)
+    repoint(shards, replaced)
+    watch_optimizers(shards)
+    executor = Executor(shards, Collectives(mesh, agreement), Buffers(mesh.device))
+    runner = StepRunner(shards, executor, agreement, buffer_reader(model))
+
+    def param_type(name: str) -> ParamType:
+        spec = shards.specs[name]
+        return ParamType(name, spec.shape, _compute_dtype(spec, config), shards.parameter(name).requires_grad)
+
+    session = Session(model, config, pipeline, runner, param_type, label)
+    return CompiledModule(model, config, pipeline, session)
+
+
+def parameter_specs(model: nn.Module, config: Config, world_size: int) -> list[ParamSpec]:
+    """How each parameter is divided, in the model's order; tied parameters once, with all their names."""
+    names: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+        params[id(p)] = p
+    specs = []
+    for key, (first, *aliases) in names.items():
+        p = params[key]
+        dtype = torch.float32 if config.compute_dtype is not None and p.is_floating_point() else p.dtype
+        ignored = any(fnmatchcase(n, pattern) for n in (first, *aliases) for pattern in config.ignore)
+        dim = choose_shard_dim(p.shape, dtype, world_size, stage=config.stage, ignored=ignored) if world_size > 1 else None
+        specs.append(ParamSpec(first, tuple(aliases), tuple(p.shape), dtype, p.requires_grad, dim, world_size))
+    return specs
+
+
+def _compute_dtype(spec: ParamSpec, config: Config) -> torch.dtype:
+    if config.compute_dtype is None or not spec.dtype.is_floating_point:
+        return spec.dtype
+    keep = any(fnmatchcase(n, pattern) for n in spec.names for pattern in config.keep_fp32)
+    return torch.float32 if keep else config.compute_dtype
+
+
+def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipeline:
+    if given is None:
+        pipeline = passes.default_pipeline(config, size=mesh.size, axis=mesh.axis)
+    elif config.policy != "prefetch":
+        raise ConfigError(f"pipeline and policy={config.policy!r} are both given; a pipeline contains its schedule passes")
+    else:
+        pipeline = passes.parse(given) if isinstance(given, str) else given
+    pipeline.check()
+    return pipeline
+
+
+def _device(model: nn.Module) -> torch.device:
+    """The device of the model; of a ``meta`` model, where it will run."""
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise ShardingError(f"parameters are on {', '.join(sorted(map(str, devices)))}; move the whole model to one device first")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _describe(spec: ParamSpec) -> str:
+    frozen = "" if spec.requires_grad else " frozen"
+    tied = f" = {', '.join(spec.aliases)}" if spec.aliases else ""
+    return f"{spec.name}{tied}: {spec.dtype} {list(spec.shape)}{frozen}"

@@ -1,0 +1,107 @@
+"""What a capture depends on: two calls with equal signatures run the same graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile.capture.tree import Structure
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The key of one capture.
+
+    Attributes:
+        tensors: shape, strides, dtype, device and requires_grad of each tensor leaf.
+        structure: key of the structure of the arguments, with the values of what is not a tensor.
+        training: whether gradients are recorded.
+        modes: the train/eval flag of every module.
+        trainable: the requires_grad flag of every parameter.
+        autocast: dtype of the ambient autocast, None when off.
+        attributes: number that stands for the values of the modules' plain attributes.
+    """
+
+    tensors: tuple[Any, ...]
+    structure: Any
+    training: bool
+    modes: tuple[bool, ...]
+    trainable: tuple[bool, ...]
+    autocast: torch.dtype | None
+    attributes: int
+
+    def difference(self, other: Signature) -> str:
+        """In words, what ``self`` has that ``other`` has not: why a call needs a capture of its own."""
+        for index, (new, old) in enumerate(zip(self.tensors, other.tensors, strict=False)):
+            for what, a, b in zip(("shape", "strides", "dtype", "device", "requires_grad"), new, old, strict=True):
+                if a != b:
+                    return f"{what} of tensor argument {index} is {_show(a)} instead of {_show(b)}"
+        if self.structure != other.structure or len(self.tensors) != len(other.tensors):
+            return "the arguments have another structure, or other values that are not tensors"
+        if self.training != other.training:
+            return "gradients are recorded" if self.training else "gradients are not recorded"
+        if self.modes != other.modes:
+            return "modules changed between train() and eval()"
+        if self.trainable != other.trainable:
+            return "requires_grad of parameters changed"
+        if self.autocast != other.autocast:
+            return f"autocast is {self.autocast} instead of {other.autocast}"
+        return "plain attributes of modules changed"
+
+
+class Fingerprint:
+    """The state of a model that a capture bakes in: train/eval flags, requires_grad flags, plain attributes.
+
+    Reading it costs some tens of microseconds for a model of a hundred modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
+        self._attributes: list[tuple[dict[str, Any], str]] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        for module in self._modules:
+            table = vars(module)
+            self._attributes += [(table, k) for k, v in table.items() if k != "training" and isinstance(v, _SCALARS) and not k.startswith("_")]
+
+    def modes(self) -> tuple[bool, ...]:
+        """The train/eval flag of every module."""
+        return tuple([m.training for m in self._modules])
+
+    def trainable(self) -> tuple[bool, ...]:
+        """The requires_grad flag of every parameter."""
+        return tuple([p.requires_grad for p in self._parameters])
+
+    def attributes(self) -> int:
+        """A number for the present values of all plain attributes; equal values give equal numbers."""
+        values = tuple([table.get(key) for table, key in self._attributes])
+        return self._numbers.setdefault(values, len(self._numbers))
+
+
+def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
+    """What of a tensor argument a capture depends on."""
+    return (tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+
+
+def make_signature(
+    tensors: list[torch.Tensor], structure: Structure, training: bool, autocast: torch.dtype | None, fingerprint: Fingerprint
+) -> Signature:
+    """The signature of a call."""
+    return Signature(
+        tuple([tensor_key(t) for t in tensors]),
+        structure.key(),
+        training,
+        fingerprint.modes(),
+        fingerprint.trainable(),
+        autocast,
+        fingerprint.attributes(),
+    )
+
+
+def _show(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,84 @@
+"""The arguments of ``compile`` as one frozen value, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from zcompile.errors import ConfigError
+
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_REDUCE_DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+BACKENDS = ("inductor", "eager")
+VERIFY_LEVELS = ("full", "fast", "off")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How to compile a model. See ``zcompile.compile`` for what each field means."""
+
+    stage: int = 3
+    precision: str | None = None
+    reduce_dtype: str | None = None
+    backend: str = "inductor"
+    policy: str = "prefetch"
+    gradient_accumulation_steps: int = 1
+    ignore: tuple[str, ...] = ()
+    keep_fp32: tuple[str, ...] = ()
+    differentiable: tuple[str | int, ...] | None = None
+    verify: str = "full"
+    timeout: float = 600.0
+    max_captures: int = 16
+    sync_init: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ConfigError(f"stage is {self.stage!r}; it must be 0, 1, 2 or 3")
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("verify", self.verify, VERIFY_LEVELS)
+        if self.precision is not None:
+            _one_of("precision", self.precision, tuple(_PRECISIONS))
+        if self.reduce_dtype is not None:
+            _one_of("reduce_dtype", self.reduce_dtype, tuple(_REDUCE_DTYPES))
+        if self.gradient_accumulation_steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; it must be at least 1")
+        if self.max_captures < 1:
+            raise ConfigError(f"max_captures is {self.max_captures}; it must be at least 1")
+        if self.timeout <= 0:
+            raise ConfigError(f"timeout is {self.timeout} seconds; it must be positive")
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype of compute and gathers; None: the model's own."""
+        return None if self.precision is None else _PRECISIONS[self.precision]
+
+    @property
+    def reduce_spec(self) -> str | None:
+        """The reduction dtype as the reduce pass spells it."""
+        return None if self.reduce_dtype is None else _REDUCE_DTYPES[self.reduce_dtype]
+
+
+def dtype_name(value: object) -> str | None:
+    """``torch.bfloat16`` or ``"bf16"`` -> ``"bf16"``; None stays None."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if isinstance(value, torch.dtype):
+        if value not in names:
+            raise ConfigError(f"dtype {value} is not one of fp32, bf16, fp16")
+        return names[value]
+    return None if value is None else str(value)
+
+
+def names_tuple(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    """Patterns as a tuple; a single string is one pattern."""
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"{what} holds {pattern!r}; it takes glob patterns on parameter names")
+    return patterns
+
+
+def _one_of(what: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{what} is {value!r}; it must be one of {', '.join(known)}")

@@ -1,0 +1,155 @@
+"""Lower the top level of a graph to a program for the runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.errors import PassError
+from zcompile.ir import edit, meta
+from zcompile.ir.graph import Buffer, Grad, Graph, Input, InputGrad, InputMutation, Kept, Mutation, Origin, Output, Param, Role, Saved, Tangent
+from zcompile.program import Call, Instruction, Port, Program, Release, Start, TensorType, Wait
+
+_KINDS: dict[type, str] = {
+    Param: "param",
+    Buffer: "buffer",
+    Input: "input",
+    Tangent: "tangent",
+    Saved: "saved",
+    Kept: "kept",
+    Output: "output",
+    Grad: "grad",
+    InputGrad: "input_grad",
+    Mutation: "mutation",
+    InputMutation: "input_mutation",
+}
+
+
+def lower_program(graph: Graph) -> Program:
+    """The program of an outlined graph.
+
+    Raises:
+        PassError: the graph still has computation outside of regions.
+    """
+    return _Lowering(graph).run()
+
+
+class _Lowering:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.slots: dict[fx.Node, int] = {}
+        self.num_slots = 0
+        self.tickets: dict[fx.Node, int] = {}
+        self.instructions: list[Instruction] = []
+        self.last_read = self._last_reads()
+        self.grads = self._grad_of_result()
+
+    def run(self) -> Program:
+        inputs = []
+        for node in self.graph.inputs:
+            origin = meta.origin(node)
+            assert origin is not None
+            inputs.append(Port(_KINDS[type(origin)], _key(origin), self._slot(node)))
+        for node in self.graph.body:
+            if node.target is ops.region_call:
+                self._call(node)
+            elif ops.is_collective(node.target):
+                self._start(node)
+            elif node.target is ops.wait:
+                self._wait(node)
+            elif node.target is ops.release:
+                self.instructions.append(Release(tuple(self.slots[n] for n in node.args[0])))  # type: ignore[union-attr]
+            elif not edit.is_getitem(node):
+                raise PassError(f"node '{node.name}' computes outside of every region; end the pipeline's ZeRO passes with 'outline'")
+        read: set[fx.Node] = set(self.graph.inputs)
+        outputs = []
+        for node, role in self.graph.outputs:
+            outputs.append(Port(_KINDS[type(role)], _key(role), self._slot(node), shared=node in read))
+            read.add(node)
+        return Program(self.graph.name, self.num_slots, tuple(inputs), tuple(self.instructions), tuple(outputs))
+
+    def _slot(self, node: fx.Node) -> int:
+        if node not in self.slots:
+            self.slots[node] = self.num_slots
+            self.num_slots += 1
+        return self.slots[node]
+
+    def _last_reads(self) -> dict[fx.Node, fx.Node]:
+        """The last node that reads each value; what a collective reads is read until its wait."""
+        last: dict[fx.Node, fx.Node] = {}
+        wait_of = {w.args[0]: w for w in self.graph.body if w.target is ops.wait}
+        position = {n: i for i, n in enumerate(self.graph.fx.nodes)}
+        for node in self.graph.fx.nodes:
+            reader = wait_of.get(node, node)
+            for source in node.all_input_nodes:
+                if source not in last or position[last[source]] < position[reader]:
+                    last[source] = reader
+        return last
+
+    def _frees(self, node: fx.Node, values: list[fx.Node]) -> tuple[int, ...]:
+        return tuple(self.slots[v] for v in dict.fromkeys(values) if self.last_read.get(v) is node)
+
+    def _results(self, node: fx.Node) -> tuple[int, ...]:
+        """The slot of each result; -1 where nobody picks it."""
+        slots = [-1] * len(meta.value(node))
+        for user in node.users:
+            if edit.is_getitem(user):
+                slots[int(user.args[1])] = self._slot(user)  # type: ignore[call-overload]
+        return tuple(slots)
+
+    def _call(self, node: fx.Node) -> None:
+        name, args = node.args
+        assert isinstance(name, str) and isinstance(args, (list, tuple))
+        values: list[Any] = list(args)
+        inputs = tuple(self.slots[a] for a in values)
+        self.instructions.append(Call(name, inputs, self._results(node), self._frees(node, values)))
+
+    def _start(self, node: fx.Node) -> None:
+        wait = next(u for u in node.users if u.target is ops.wait)
+        ticket = self.tickets[wait] = len(self.tickets)
+        sends: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        outputs = list(self._results(wait))
+        for index, slot in enumerate(outputs):
+            if slot < 0:  # nobody reads this result, but the collective still writes it
+                outputs[index] = self.num_slots
+                self.num_slots += 1
+        types = tuple(TensorType(tuple(v.shape), v.dtype) for v in meta.value(node))
+        grads = tuple(self.grads.get((wait, index), "") for index in range(len(outputs)))
+        op = node.target._opname  # type: ignore[union-attr]
+        inputs = tuple(self.slots[s] for s in sends)
+        self.instructions.append(Start(op, inputs, tuple(outputs), types, grads, f"{op} {self._label(node)}", ticket))
+
+    def _wait(self, node: fx.Node) -> None:
+        start = node.args[0]
+        assert isinstance(start, fx.Node)
+        self.instructions.append(Wait(self.tickets[node], self._frees(node, list(start.args[0]))))  # type: ignore[arg-type]
+
+    def _label(self, node: fx.Node) -> str:
+        """The units that a collective carries, for errors."""
+        units: dict[str, None] = {}
+        for send in node.args[0]:  # type: ignore[union-attr]
+            origin = meta.origin(send)  # type: ignore[arg-type]
+            if isinstance(origin, Param):
+                units[origin.unit or origin.name] = None
+        wait = next(u for u in node.users if u.target is ops.wait)
+        params = {p.name: p for _, p in self.graph.params()}
+        for index in range(len(meta.value(wait))):
+            if name := self.grads.get((wait, index)):
+                units[params[name].unit if name in params else name] = None
+        return f"of {', '.join(units)}" if units else f"'{node.name}'"
+
+    def _grad_of_result(self) -> dict[tuple[fx.Node, int], str]:
+        """For each result of a wait that is exactly one parameter's gradient, that parameter."""
+        found: dict[tuple[fx.Node, int], str] = {}
+        for node, role in self.graph.outputs:
+            source = node.args[0] if edit.is_getitem(node) else None
+            if isinstance(role, Grad) and isinstance(source, fx.Node) and source.target is ops.wait:
+                key = (source, int(node.args[1]))  # type: ignore[call-overload]
+                found[key] = "" if key in found or len(node.users) > 1 else role.name
+        return found
+
+
+def _key(what: Origin | Role) -> Any:
+    return getattr(what, "name", None) if hasattr(what, "name") else what.index  # type: ignore[union-attr]

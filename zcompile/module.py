@@ -1,0 +1,225 @@
+"""The compiled module: what ``compile`` returns and users train."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zcompile.build import Graphs
+from zcompile.config import Config
+from zcompile.errors import ConfigError, ShardingError, StateError
+from zcompile.pipeline import History, Pipeline
+from zcompile.report import Report, optimizer_bytes, state_bytes
+from zcompile.runtime import norm, state
+from zcompile.session import Session
+from zcompile.unsharded import put_full, unsharded
+
+
+class CompiledModule(nn.Module):
+    """A model that trains under ZeRO. It takes the user's module over and shares its submodules, names and hooks.
+
+    Attributes:
+        original: the user's module; its parameters are shards, full only inside ``unsharded()``.
+        config: how it was compiled.
+        pipeline: the passes that run on every capture.
+    """
+
+    def __init__(self, original: nn.Module, config: Config, pipeline: Pipeline, session: Session) -> None:
+        super().__init__()
+        own = self.__dict__
+        for table in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            own[table] = original.__dict__[table]
+        for extra in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_non_persistent_buffers_set"):
+            own[extra] = original.__dict__[extra]
+        own["original"] = original
+        own["config"] = config
+        own["pipeline"] = pipeline
+        own["_session"] = session
+        own["training"] = original.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the captured forward; the same arguments and result types as the user's."""
+        return self._session.call(args, kwargs)
+
+    def train(self, mode: bool = True) -> CompiledModule:
+        """Set train or eval mode, as on any module."""
+        super().train(mode)
+        self.original.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CompiledModule:
+        raise ShardingError(
+            "the compiled module's parameters are shards that cannot be moved or cast with .to(), .cuda() or .half(); "
+            "do that before zcompile.compile, or pass precision= to it"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        raise ShardingError(
+            "a compiled module cannot be copied, because its shards belong to one process group; copy "
+            "model.full_state_dict() instead, or the module that zcompile.unwrap(model) returns"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardingError("a compiled module cannot be pickled; save model.state_dict() or model.full_state_dict()")
+
+    # State. -----------------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and saved buffer at full size under its plain name, the same on every rank. Collective.
+
+        Buffers are rank 0's.
+        """
+        from zcompile.runtime.full import broadcast
+
+        shards = self._session.runner.shards
+        names = {n for n, _ in self.original.named_parameters(remove_duplicate=False)}
+        wanted = list(nn.Module.state_dict(self))
+        buffers = {n: b.detach().clone() for n, b in self.original.named_buffers(remove_duplicate=False) if n in wanted and n not in names}
+        broadcast(shards.mesh, list(buffers.values()))
+        full = state.full_state_dict(shards, buffers)
+        return {n: full[n] for n in wanted if n in full}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full tensors or DTensors by plain name; each rank takes its own part.
+
+        Raises:
+            StateError: a missing or unexpected name (with ``strict``), or another shape.
+        """
+        if assign:
+            raise StateError("load_state_dict(assign=True) would replace the shards; leave assign=False")
+        shards = self._session.runner.shards
+        given = dict(state_dict)
+        for spec in shards.specs.values():
+            for name in spec.names:
+                if given.get(name) is shards.parameter(spec.name) or _is_own_shard(given.get(name), shards.parameter(spec.name)):
+                    shards.mark_filled(spec.name)
+                    for alias in spec.names:
+                        given.pop(alias, None)
+        loaded = [s.name for s in shards.specs.values() if not any(n in given for n in s.names) and s.name not in shards.unfilled()]
+        missing, others = state.load_full_state(shards, given, strict=False)
+        missing = [n for n in missing if n not in loaded or not any(a in state_dict for a in shards.specs[n].names)]
+        buffers = dict(self.original.named_buffers(remove_duplicate=False))
+        unexpected = [n for n in others if n not in buffers]
+        saved = set(nn.Module.state_dict(self))
+        missing += [n for n in buffers if n in saved and n not in state_dict]
+        if strict and (missing or unexpected):
+            raise StateError(f"state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to load what fits")
+        self._load_buffers({n: given[n] for n in others if n in buffers}, buffers)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    @torch.no_grad()
+    def _load_buffers(self, values: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            if buffers[name].is_meta:
+                owner, _, leaf = name.rpartition(".")
+                device = self._session.runner.shards.mesh.device
+                self.original.get_submodule(owner)._buffers[leaf] = value.detach().to(device, copy=True)
+            else:
+                buffers[name].copy_(value)
+
+    def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Optimizer state by parameter name with full tensors, the same on every rank. Collective."""
+        return state.full_optimizer_state_dict(self._session.runner.shards, optimizer)
+
+    def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``full_optimizer_state_dict`` gave, at any world size and stage."""
+        state.load_full_optimizer_state_dict(self._session.runner.shards, optimizer, state_dict)
+
+    # Gradients. -------------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over flat gradient memory: the same value, in one pass. Collective."""
+        shards = self._session.runner.shards
+        return norm.clip_grad_norm_(shards, shards.mesh, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep full gradients on this rank; the next backward outside reduces the sum."""
+        runner = self._session.runner
+        before, runner.local_only = runner.local_only, True
+        try:
+            yield
+        finally:
+            runner.local_only = before
+
+    # Full parameters. -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def unsharded(self, modifier_rank: int | None = 0) -> Iterator[nn.Module]:
+        """``model.original`` has full parameters inside, to read, or to change in place on ``modifier_rank``. Collective.
+
+        Yields:
+            the original module.
+        """
+        with unsharded(self.original, self._session.runner.shards, modifier_rank):
+            yield self.original
+
+    # Inspection. ------------------------------------------------------------------------------------------------------
+
+    @property
+    def graphs(self) -> Graphs:
+        """The graphs of the step that ran last: ``.joint``, ``.forward``, ``.backward``."""
+        return self._latest().graphs
+
+    @property
+    def history(self) -> History:
+        """What each pass did to the step that ran last."""
+        return self._latest().history
+
+    def diff(self, name: str) -> str:
+        """A unified diff of each graph that a pass changed."""
+        return self.history[name].diff()
+
+    def _latest(self) -> Any:
+        if self._session.latest is None:
+            raise ConfigError("nothing has been captured yet; call the model once first")
+        return self._session.latest
+
+    def report(self, optimizer: Optimizer | None = None) -> Report:
+        """Measured bytes of the model states on this rank; with ``optimizer``, of its state too."""
+        runner = self._session.runner
+        params, all_params, grads, all_grads = state_bytes(runner.shards)
+        mine, total = optimizer_bytes(runner.shards, optimizer)
+        buffers = runner.executor.buffers
+        return Report(
+            world_size=runner.shards.mesh.size,
+            stage=self.config.stage,
+            parameter_bytes=params,
+            parameter_bytes_total=all_params,
+            gradient_bytes=grads,
+            gradient_bytes_total=all_grads,
+            optimizer_bytes=mine,
+            optimizer_bytes_total=total,
+            gathered_live_bytes=buffers.live_bytes,
+            gathered_peak_bytes=buffers.peak_bytes,
+            captures=self._session.num_captures,
+        )
+
+
+def unwrap(model: CompiledModule) -> nn.Module:
+    """End a compiled model: the eager module with full plain parameters. Collective; the compiled module is unusable then."""
+    runner = model._session.runner
+    if runner.shards.mesh.is_distributed:
+        put_full(model.original, runner.shards)
+    runner.executor.collectives.close()
+    runner.agreement.close()
+    runner.shards.mesh.close()
+    return model.original
+
+
+def _is_own_shard(value: Any, parameter: nn.Parameter) -> bool:
+    """Whether a value is this very parameter's shard, as DCP loads it in place."""
+    local = getattr(value, "_local_tensor", None)
+    mine = getattr(parameter, "_local_tensor", None)
+    return local is not None and mine is not None and local.data_ptr() == mine.data_ptr() and local.numel() > 0

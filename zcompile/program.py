@@ -1,0 +1,145 @@
+"""What the runtime executes: a scheduled graph as a flat list of instructions over numbered slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A contiguous tensor.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its element type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Port:
+    """What a program reads or returns.
+
+    Attributes:
+        kind: ``param``, ``buffer``, ``input``, ``tangent``, ``saved``, ``kept`` for what it reads; ``output``, ``grad``,
+            ``input_grad``, ``mutation``, ``input_mutation``, ``saved``, ``kept`` for what it returns.
+        key: a name, or an index for ``input``, ``tangent``, ``output``, ``input_grad`` and ``input_mutation``.
+        slot: where the value is.
+        shared: for a returned value: whether another returned value, or an input, is the same tensor.
+    """
+
+    kind: str
+    key: Any
+    slot: int
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a collective; its results are in ``outputs`` after the ``Wait`` of the same ``ticket``.
+
+    Attributes:
+        op: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
+        inputs: slots of the tensors that go in.
+        outputs: slots of the results.
+        types: type of each result.
+        grads: for a reduction, the parameter whose gradient each result is and nothing else; ``""`` where it is more than that.
+        label: for errors, such as ``all_gather of layers.3``.
+        ticket: number of the collective in the program.
+    """
+
+    op: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    types: tuple[TensorType, ...]
+    grads: tuple[str, ...]
+    label: str
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Have the results of collective ``ticket``, and forget what went in."""
+
+    ticket: int
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run computation ``body`` on ``inputs``; results go to ``outputs`` (-1: dropped).
+
+    ``frees`` are slots that nobody reads afterwards.
+    """
+
+    body: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Give gathered buffers back."""
+
+    slots: tuple[int, ...]
+
+
+Instruction = Start | Wait | Call | Release
+
+
+@dataclass(frozen=True)
+class Program:
+    """One graph, ready to run.
+
+    Attributes:
+        name: for errors and profiles.
+        num_slots: size of the slot table.
+        inputs: where each value comes from.
+        instructions: in order.
+        outputs: what is returned, in order.
+    """
+
+    name: str
+    num_slots: int
+    inputs: tuple[Port, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[Port, ...]
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """Everything the runtime needs to run one captured step.
+
+    Attributes:
+        forward: run by a call of the model.
+        backward: run by ``backward()``; None when nothing needs a gradient.
+        local_backward: the same without reductions, for ``no_sync``: gradients come in the form that reductions read.
+        bodies: regions by name.
+        forward_sequence: digest and lines of the forward's collectives, to agree on.
+        backward_sequence: the same for the backward's.
+        local_sequence: the same for the backward without reductions.
+        label: how the step is called in errors, such as ``train``.
+        num_outputs: number of output leaves of the user's forward.
+        differentiable: output leaves that have a tangent.
+        detached: output leaves that have none although they depend on parameters, with their names.
+        trainable: parameters that get a gradient.
+    """
+
+    forward: Program
+    backward: Program | None
+    local_backward: Program | None
+    bodies: dict[str, Any]
+    forward_sequence: Any
+    backward_sequence: Any
+    local_sequence: Any
+    label: str
+    num_outputs: int
+    differentiable: tuple[int, ...]
+    detached: dict[int, str]
+    trainable: tuple[str, ...]

@@ -1,0 +1,136 @@
+"""The captures of one compiled model: which call runs which graphs, and how a new one is built."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.build import Built, build
+from zcompile.capture.joint import Call, ParamType, capture
+from zcompile.capture.signature import Fingerprint, Signature, make_signature
+from zcompile.capture.tree import build as rebuild
+from zcompile.capture.tree import flatten
+from zcompile.config import Config
+from zcompile.errors import RankError, SignatureError, UnfilledError
+from zcompile.pipeline import Dump, Pipeline
+from zcompile.runtime.step import StepRunner
+from zcompile.verify.verifier import Verifier
+
+log = logging.getLogger("zcompile")
+
+
+class Session:
+    """Captures of one model by signature, bounded, with the reason of every recapture logged on rank 0.
+
+    Attributes:
+        latest: the capture that ran last; None before the first call.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, pipeline: Pipeline, runner: StepRunner, param_type: Callable[[str], ParamType], name: str) -> None:
+        self.model = model
+        self.config = config
+        self.pipeline = pipeline
+        self.runner = runner
+        self.name = name
+        self.latest: Built | None = None
+        self._param_type = param_type
+        self._verifier = Verifier(config.verify)
+        self._built: dict[Signature, Built] = {}
+        self._fingerprint = Fingerprint(model)
+        self._unfilled = True
+
+    @property
+    def num_captures(self) -> int:
+        """How many captures there are."""
+        return len(self._built)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model: ``model(*args, **kwargs)``."""
+        if self._unfilled:
+            self._check_filled()
+        tensors, structure, _ = flatten((args, kwargs))
+        training = torch.is_grad_enabled()
+        signature = make_signature(tensors, structure, training, self._autocast(), self._fingerprint)
+        built = self._built.get(signature)
+        if built is None:
+            call = Call(tensors, structure, training, signature.autocast, self.config.compute_dtype, self.config.differentiable)
+            built = self._capture(signature, call)
+        self.latest = built
+        outputs = self.runner.forward(built.program, built.captured.constants, tensors)
+        for index, alias in built.captured.aliases.items():
+            base = tensors[alias.input_index]
+            outputs[index] = base if alias.size is None else base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
+        return rebuild(built.captured.structure, outputs)
+
+    def _autocast(self) -> torch.dtype | None:
+        kind = self.runner.shards.mesh.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _check_filled(self) -> None:
+        if names := self.runner.shards.unfilled():
+            raise UnfilledError(
+                f"parameter '{names[0]}' has no value yet ({len(names)} in all), because the model was built on the meta device; "
+                "fill it with model.load_state_dict or zcompile.load_safetensors"
+            )
+        for name, b in self.model.named_buffers():
+            if b.is_meta:
+                raise UnfilledError(f"buffer '{name}' has no value yet; fill it with model.load_state_dict, or assign it")
+        self._unfilled = False
+
+    def _capture(self, signature: Signature, call: Call) -> Built:
+        number = len(self._built)
+        reason = "first call" if not self._built else signature.difference(self._nearest(signature))
+        if number >= self.config.max_captures:
+            raise SignatureError(
+                f"call needs capture {number + 1} and max_captures is {self.config.max_captures} (this one because {reason}); "
+                "pad inputs to fewer shapes, or pass a larger max_captures to compile"
+            )
+        if self.runner.shards.mesh.rank == 0:
+            log.info("capture %d of %s: %s", number + 1, self.name, reason)
+        params = {id(p): self._param_type(spec.name) for spec in self.runner.shards.specs.values() for p in [self.runner.shards.parameter(spec.name)]}
+        label = "train" if signature.training and self.model.training else "eval" if not self.model.training else "train, no_grad"
+        try:
+            with _rng_untouched(self.runner.shards.mesh.device):
+                captured = capture(self.model, call, params, self.runner.shards.mesh.device, self.name)
+                dump = Dump.from_environment(f"{self.name}_{number}")
+                built = build(captured, self.pipeline, self._verifier, self.config.backend, label=label, dump=dump)
+        except RankError:
+            raise
+        except BaseException as error:
+            self.runner.agreement.raised(error)
+            raise
+        self._built[signature] = built
+        return built
+
+    def _nearest(self, signature: Signature) -> Signature:
+        """The capture that differs least, so that the reason is the interesting one."""
+        return min(self._built, key=lambda s: sum(getattr(s, f) != getattr(signature, f) for f in s.__dataclass_fields__))
+
+
+@contextlib.contextmanager
+def _rng_untouched(device: torch.device) -> Iterator[None]:
+    """Whatever a capture draws, the user's random streams go on as if it had not happened."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    random.setstate(state)
+
+
+def buffer_reader(model: nn.Module) -> Callable[[str], Tensor]:
+    """A function from a buffer's dotted name to its present tensor."""
+    owners: dict[str, tuple[dict[str, Any], str]] = {}
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        owners[name] = (model.get_submodule(owner)._buffers, leaf)
+
+    def read(name: str) -> Tensor:
+        table, leaf = owners[name]
+        return table[leaf]
+
+    return read
