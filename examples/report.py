@@ -3,18 +3,16 @@
 import resource
 import sys
 import time
-from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import rich.progress
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 MIB = 2**20
+KINDS = ("parameter", "gradient", "optimizer")
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -56,25 +54,9 @@ class Progress:
             self.console.print(f"step {step + 1:>5}/{self.steps}  {shown}", highlight=False)
 
 
-def num_bytes(tensors: Iterable[Tensor | None]) -> tuple[int, int]:
-    """Bytes that this rank holds of the tensors, and bytes of the whole tensors."""
-    local = whole = 0
-    for tensor in tensors:
-        if tensor is not None:
-            held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local += held.numel() * held.element_size()
-            whole += tensor.numel() * tensor.element_size()
-    return local, whole
-
-
-def state_bytes(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, int]]:
-    """Bytes (this rank, unsharded) of parameters, gradients and optimizer state; call it while gradients exist."""
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return {
-        "parameters": num_bytes(parameters),
-        "gradients": num_bytes(parameter.grad for parameter in parameters),
-        "optimizer": num_bytes(states),
-    }
+def held_bytes(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Bytes (this rank, unsharded) of each kind of training state, from ``model.report(optimizer).to_dict()``."""
+    return {kind: (report[f"{kind}_bytes"], report[f"{kind}_bytes_total"]) for kind in KINDS}
 
 
 def total_bytes(held: dict[str, tuple[int, int]]) -> dict[str, int]:

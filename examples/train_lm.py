@@ -11,7 +11,7 @@ from corpus import Batches, read_bytes
 from generate import generate
 from llama import Llama, LlamaConfig
 from reference import largest_difference
-from report import Progress, print_summary, state_bytes, total_bytes
+from report import Progress, held_bytes, print_summary, total_bytes
 
 import zcompile
 
@@ -57,7 +57,7 @@ def train(args: argparse.Namespace, device: torch.device) -> float | None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if step + 1 == args.steps:
-                held = state_bytes(list(model.parameters()), optimizer)
+                held = held_bytes(model.report(optimizer).to_dict())
             optimizer.zero_grad()
             mean = loss.detach() / world_size
             if world_size > 1:

@@ -40,8 +40,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "plan": ("analysis",),
     "runtime": ("ops", "program"),
 }
-# These stand on top and may import every layer.
-TOP = frozenset({"__init__", "__main__", "api", "optim"})
+# These make up the public surface, stand on top and may import every layer.
+TOP = frozenset({"__init__", "__main__", "api", "build", "module", "optim", "report", "session", "unsharded"})
 
 
 def modules() -> Iterator[tuple[str, Path]]:
