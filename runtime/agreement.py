@@ -163,6 +163,11 @@ class Agreement:
         self._raised = _describe(error)
         self._change += 1
 
+    def check(self) -> None:
+        """Raise what ended this agreement, if something did."""
+        if self._error is not None:
+            self._raise()
+
     # Waiting. ---------------------------------------------------------------------------------------------------------
 
     def started(self, description: str) -> int:
@@ -443,6 +448,8 @@ class Agreement:
         )
 
     def _oldest_device_wait(self) -> Wait | None:
+        if self._error is not None:  # what was in flight has been ended
+            return None
         waits = [w for w in (oldest() for oldest in self._device_waits) if w is not None]
         return min(waits, key=lambda w: w.since, default=None)
 
@@ -490,14 +497,14 @@ def _describe(error: BaseException) -> str:
 # The end of the process: a rank that dies by an exception, or just ends, says so. -----------------------------------------
 
 _OPEN: weakref.WeakSet[Agreement] = weakref.WeakSet()
+_PREVIOUS_HOOK: list[Any] = []
 
 
 def _watch_exit(agreement: Agreement) -> None:
     """Have the process's end reach the board of ``agreement`` (held weakly)."""
-    if not _OPEN and sys.excepthook is not _report_exception:
-        _PREVIOUS_HOOK[0] = sys.excepthook
+    if not _PREVIOUS_HOOK:  # once a process: a later hook may call ours
+        _PREVIOUS_HOOK.append(sys.excepthook)
         sys.excepthook = _report_exception
-        atexit.unregister(_close_all)
         atexit.register(_close_all)
     _OPEN.add(agreement)
 
@@ -511,6 +518,3 @@ def _report_exception(kind: type[BaseException], error: BaseException, traceback
 def _close_all() -> None:
     for agreement in list(_OPEN):
         agreement.close()
-
-
-_PREVIOUS_HOOK: list[Any] = [sys.__excepthook__]

@@ -183,8 +183,12 @@ class Collectives:
 
     def _finish(self, pending: Pending, works: Sequence[Any], description: str) -> None:
         if not self._on_host:
-            for work in works:
-                work.wait()
+            self._agreement.check()
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise self._agreement.explain(error, description) from error
             self._unfinished -= 1
             return
         for work in works:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
 from zcompile.runtime.agreement import Agreement, TextSequence
-from zcompile.runtime.history import History
 
 TRAIN = TextSequence.of("all_gather dp f32 [16, 8] layers.0.weight")
 EVAL = TextSequence.of("all_gather dp f32 [16, 8] layers.0.weight", "all_gather dp f32 [8] layers.0.bias")
@@ -122,6 +120,7 @@ def test_a_missing_line_is_named() -> None:
         assert "rank 1 has nothing where rank 0 has 'policy prefetch' (line 2)" in str(error)
 
 
+@pytest.mark.slow
 def test_an_absent_rank_is_named_after_the_timeout() -> None:
     def body(agreement: Agreement) -> None:
         if agreement.rank == 1:
@@ -135,6 +134,7 @@ def test_an_absent_rank_is_named_after_the_timeout() -> None:
         assert "missing: rank 1 (rank 1 has made no call yet)" in str(error)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for() -> None:
     def body(agreement: Agreement) -> str:
         if agreement.rank == 1:
@@ -146,6 +146,7 @@ def test_a_slow_rank_is_waited_for() -> None:
     assert run_ranks(2, body) == ["agreed"] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_is_named() -> None:
     def body(agreement: Agreement) -> str:
         agreement.event("forward (train)", TRAIN)
@@ -172,6 +173,7 @@ def test_the_failure_of_one_rank_ends_all() -> None:
         assert "rank 2 failed in call 1, forward (train), with ValueError: bad batch" in str(results[rank])
 
 
+@pytest.mark.slow
 def test_an_exception_that_nothing_follows_ends_those_who_wait() -> None:
     def body(agreement: Agreement) -> None:
         agreement.event("forward (train)", TRAIN)
@@ -186,6 +188,7 @@ def test_an_exception_that_nothing_follows_ends_those_who_wait() -> None:
     assert "rank 1 raised KeyError: 'labels' in its user's code and makes no further call" in str(results[0])
 
 
+@pytest.mark.slow
 def test_exceptions_that_all_ranks_raise_are_no_failure() -> None:
     def body(agreement: Agreement) -> str:
         for _ in range(3):
@@ -210,6 +213,7 @@ def test_different_first_calls() -> None:
         assert "rank 1 has 'call 1: forward (eval)' where rank 0 has 'call 1: forward (train)'" in str(error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_deviates_from_the_habit_is_found() -> None:
     def body(agreement: Agreement) -> None:
         for _ in range(3):
@@ -229,6 +233,7 @@ def test_a_rank_that_deviates_from_the_habit_is_found() -> None:
         assert "rank 0 waits in call 4, forward (train), for all_gather of layers.0" in str(error)
 
 
+@pytest.mark.slow
 def test_another_schedule_in_the_same_call_is_named() -> None:
     def body(agreement: Agreement) -> None:
         for _ in range(3):
@@ -241,6 +246,7 @@ def test_another_schedule_in_the_same_call_is_named() -> None:
         assert "rank 1 has 'all_gather dp f32 [8] layers.0.bias' where rank 0 has nothing (line 2)" in str(error)
 
 
+@pytest.mark.slow
 def test_waits_for_each_other_in_different_places() -> None:
     def body(agreement: Agreement) -> None:
         agreement.event("forward", TRAIN)
@@ -332,6 +338,7 @@ def test_a_dropped_agreement_ends_its_thread() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_a_silent_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zcompile.runtime.agreement.STORE_SILENCE", 2.0)
 
@@ -347,36 +354,7 @@ def test_a_silent_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begin < 6.0
 
 
-def test_history_learns_any_loop() -> None:
-    loop = [("f", "1"), ("b", "1")] * 8 + [("b", "2"), ("clip", "3")]
-    history = History()
-    misses = []
-    for round_index in range(20):
-        for call in loop:
-            if history.prediction() != call:
-                misses.append(round_index)
-            if not history.follow(call):
-                history.record(call)
-    assert max(misses) <= 8  # the first 128 calls
-    begin = time.perf_counter()
-    for _ in range(100):
-        for call in loop:
-            assert history.follow(call)
-    assert (time.perf_counter() - begin) / (100 * len(loop)) < 20e-6
-
-
-def test_history_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zcompile.runtime.history.MAX_NODES", 16)
-    first, second = History(), History()
-    for step in range(500):
-        call = (str(step * step % 37), "")
-        assert first.prediction() == second.prediction()
-        for history in (first, second):
-            if not history.follow(call):
-                history.record(call)
-        assert len(first._nodes) <= 16
-
-
+@pytest.mark.slow
 def test_timeouts_name_the_collective_and_who_arrived() -> None:
     def body(agreement: Agreement) -> None:
         agreement.event("forward", TRAIN)
@@ -387,7 +365,7 @@ def test_timeouts_name_the_collective_and_who_arrived() -> None:
             time.sleep(5.0)
             agreement.started("all_gather of layers.3")
 
-    for error in run_ranks(3, body, timeout=float(timedelta(seconds=2).total_seconds()), within=12.0):
+    for error in run_ranks(3, body, timeout=2.0, within=12.0):
         assert type(error) is RankTimeoutError
         assert "in call 1, forward, for all_gather of layers.3: arrived: ranks 0, 1; missing: rank 2" in str(error)
         assert "rank 2 runs its own code after call 1, forward" in str(error)
