@@ -88,7 +88,7 @@ def _check(shards: ParameterShards, name: str, parameter: nn.Parameter) -> None:
         problem = "is a DTensor already; pass the model before any other wrapper shards it"
     elif parameter.layout is not torch.strided:
         problem = f"has layout {parameter.layout}; only dense parameters can be sharded"
-    elif tuple(parameter.shape) != spec.shape or parameter.dtype != spec.dtype:
+    elif tuple(parameter.shape) != spec.shape or not _converts(parameter.dtype, spec.dtype):
         problem = (
             f"is {parameter.dtype} of shape {list(parameter.shape)} and was planned as {spec.dtype} of shape "
             f"{list(spec.shape)}; plan the model as it is now"
@@ -97,6 +97,11 @@ def _check(shards: ParameterShards, name: str, parameter: nn.Parameter) -> None:
         problem = "has a gradient that would be lost; call zero_grad(set_to_none=True) first"
     if problem:
         raise ShardingError(f"parameter {name!r} {problem}")
+
+
+def _converts(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether a shard may have another dtype than its parameter had: masters may."""
+    return dtype == stored or (dtype.is_floating_point and stored.is_floating_point)
 
 
 def _meta_flags(shards: ParameterShards, parameters: Mapping[str, nn.Parameter], sync_init: bool) -> dict[str, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zcompile.placement import ParamSpec
@@ -13,11 +12,6 @@ from zcompile.runtime.mesh import Mesh
 
 #: full tensors of this many bytes are in flight at once
 BATCH_BYTES = 256 << 20
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: a flat uint8 view, which every backend can move, whatever the dtype."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def cut(spec: ParamSpec, full: Tensor, rank: int) -> Tensor:
@@ -76,7 +70,7 @@ def gather(
 ) -> Iterator[Tensor]:
     """Yield the full tensor of each stored shard, on every rank; fresh memory that belongs to the caller.
 
-    Collective: all ranks give the same specs in the same order. Gathers are started up to ``batch_bytes`` ahead.
+    Collective: all ranks give the same specs in the same order, and take all that is yielded.
 
     Args:
         mesh: where the shards live.
@@ -84,50 +78,56 @@ def gather(
             order.
         batch_bytes: bound on the memory of gathered tensors that were not yet yielded; one tensor may exceed it.
     """
-    batch: list[tuple[ParamSpec, Tensor, dist.Work | None]] = []
+    batch: list[tuple[ParamSpec, Tensor]] = []
     num_bytes = 0
     for spec, make in items:
         shard = make()
         size = shard.nbytes * (spec.world_size if spec.is_sharded else 1)
         if batch and num_bytes + size > batch_bytes:
-            yield from _finish(batch)
-            num_bytes = 0
-        batch.append(_start(mesh, spec, shard))
+            yield from _gather_batch(mesh, batch)
+            batch, num_bytes = [], 0
+        batch.append((spec, shard))
         num_bytes += size
-    yield from _finish(batch)
+    yield from _gather_batch(mesh, batch)
 
 
-def _start(mesh: Mesh, spec: ParamSpec, shard: Tensor) -> tuple[ParamSpec, Tensor, dist.Work | None]:
-    if not spec.is_sharded or mesh.size == 1:
-        return spec, shard.detach().clone(memory_format=torch.contiguous_format), None
-    out = shard.new_empty(spec.padded_full_shape)
-    work = dist.all_gather_into_tensor(raw(out), raw(shard), group=mesh.group, async_op=True)
-    return spec, out, work
-
-
-def _finish(batch: list[tuple[ParamSpec, Tensor, dist.Work | None]]) -> Iterator[Tensor]:
-    while batch:
-        spec, out, work = batch.pop(0)
-        if work is not None:
-            work.wait()
-        yield assemble(spec, out)
+def _gather_batch(mesh: Mesh, batch: list[tuple[ParamSpec, Tensor]]) -> Iterator[Tensor]:
+    """One coalesced all-gather; each result is let go when it is yielded."""
+    results: list[Tensor | None] = []
+    outputs: list[Tensor] = []
+    inputs: list[Tensor] = []
+    for spec, shard in batch:
+        if not spec.is_sharded or mesh.size == 1:
+            results.append(shard.detach().clone(memory_format=torch.contiguous_format))
+        else:
+            outputs.append(shard.new_empty(spec.padded_full_shape))
+            results.append(outputs[-1])
+            inputs.append(shard.detach())
+    if outputs:
+        mesh.collectives.all_gather(outputs, inputs, f"all_gather of full tensors from {batch[0][0].name!r} on").wait()
+    specs = [spec for spec, _ in batch]
+    del batch, outputs, inputs
+    for position, spec in enumerate(specs):
+        gathered, results[position] = results[position], None
+        assert gathered is not None
+        full = assemble(spec, gathered)
+        del gathered
+        yield full
 
 
 @torch.no_grad()
-def broadcast(mesh: Mesh, tensors: Iterable[Tensor]) -> None:
-    """Overwrite each tensor with rank 0's value, in place. Collective; nothing happens on a mesh of one rank."""
+def broadcast(mesh: Mesh, tensors: Iterable[Tensor], root: int = 0) -> None:
+    """Overwrite each tensor with rank ``root``'s value, in place. Collective; one rank alone does nothing."""
     if mesh.size == 1:
         return
-    pending: list[tuple[Tensor, Tensor, dist.Work]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        direct = tensor.is_contiguous() and tensor.device == mesh.device
-        staged = tensor.detach() if direct else tensor.detach().to(mesh.device).contiguous()
-        work = dist.broadcast(raw(staged), group=mesh.group, group_src=0, async_op=True)
-        assert work is not None
-        pending.append((tensor, staged, work))
-    for tensor, staged, work in pending:
-        work.wait()
+        if tensor.numel():
+            direct = tensor.is_contiguous() and tensor.device == mesh.device
+            pairs.append((tensor, tensor.detach() if direct else tensor.detach().to(mesh.device).contiguous()))
+    if not pairs:
+        return
+    mesh.collectives.broadcast([staged for _, staged in pairs], root, f"broadcast from rank {root}").wait()
+    for tensor, staged in pairs:
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile import compat
 from zcompile.errors import MeshError
+from zcompile.runtime.direct import DirectCollectives, Starter
 
 #: the process-group backend of each device type
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -34,6 +35,7 @@ class Mesh:
         group: our own process group, made with ``timeout``; every collective of ours uses it. None without a process
             group.
         store: keys of this model alone, the same on all its ranks. None without a process group.
+        starter: starts the collectives of state, norms and sync; may be replaced by one that watches its waits.
     """
 
     axis: str
@@ -44,6 +46,7 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     group: dist.ProcessGroup | None = None
     store: dist.Store | None = None
+    starter: Starter | None = None
 
     @classmethod
     def create(
@@ -80,16 +83,26 @@ class Mesh:
         if device_mesh is None:
             device_mesh = _world_mesh(device, group)
         rank = dist.get_rank(group)
-        return cls(axis, len(ranks), rank, device, timeout, device_mesh, group, _own_store(ranks, rank))
+        store = _own_store(ranks, rank)
+        return cls(axis, len(ranks), rank, device, timeout, device_mesh, group, store, DirectCollectives(group))
 
     @property
     def is_distributed(self) -> bool:
         """Whether there is a process group (of one rank or more)."""
         return self.group is not None
 
+    @property
+    def collectives(self) -> Starter:
+        """``starter``, where there is more than one rank."""
+        if self.starter is None:
+            raise MeshError(
+                "a mesh without a process group, or a closed one, has no collectives; compile the model again"
+            )
+        return self.starter
+
     def close(self) -> None:
         """Give the process group back. Collectives of ours are impossible afterwards; closing twice is harmless."""
-        group, self.group, self.store = self.group, None, None
+        group, self.group, self.store, self.starter = self.group, None, None, None
         if group is None or not dist.is_initialized():
             return
         try:

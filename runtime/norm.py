@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zcompile import compat
@@ -99,7 +98,7 @@ def _total_norm(shards: ParameterShards, mesh: Mesh, flat: list[int], single: li
         return (everyone.amax() if order > 0 else everyone.amin()).to(dtype)
     total = _number(mesh, 0.0) if norms is None else norms.pow(order).sum()  # float64: powers overflow late
     if mesh.size > 1:
-        dist.all_reduce(total, group=mesh.group)
+        mesh.collectives.all_reduce([total], "sum", "all_reduce of the gradient norm").wait()
     return total.pow(1.0 / order).to(dtype)
 
 
@@ -125,7 +124,7 @@ def _num_nonzero(shards: ParameterShards, mesh: Mesh, indices: list[int]) -> Ten
     for index in indices:
         counts[index] = torch.count_nonzero(_local_grad(shards, index))
     if mesh.size > 1:
-        dist.all_reduce(counts, group=mesh.group)
+        mesh.collectives.all_reduce([counts], "sum", "all_reduce of the gradient norm").wait()
     return torch.count_nonzero(counts)
 
 
@@ -140,7 +139,7 @@ def _all_gather_scalar(mesh: Mesh, value: Tensor) -> Tensor:
     if mesh.size == 1:
         return value
     everyone = value.new_empty(mesh.size)
-    dist.all_gather_into_tensor(everyone, value, group=mesh.group)
+    mesh.collectives.all_gather([everyone], [value], "all_gather of the gradient norm").wait()
     return everyone
 
 

@@ -23,6 +23,8 @@ def spec(shape: tuple[int, ...], world_size: int, shard_dim: int | None) -> Para
         ((13, 8), 4, 0),  # 4, 4, 4, 1
         ((9, 8), 4, 1),  # 3, 3, 3, 0 on dimension 0
         ((3, 8), 4, 1),
+        ((3, 10, 8), 4, 2),  # 3, 3, 3, 1 on dimension 1 would not be contiguous
+        ((3, 10), 4, None),
         ((3, 3), 4, None),  # small: replicated
         ((3,), 4, None),
         ((4096, 4096), 512, 0),

@@ -121,11 +121,11 @@ def choose_shard_dim(
 ) -> int | None:
     """The dimension to shard a parameter on, or None to replicate it.
 
-    The first dimension that leaves no rank empty (dimension 0 is gathered without a copy, another costs one). If there
-    is
-    none: replicated up to ``REPLICATE_MAX_BYTES``, because an empty shard makes torch's infinity norm raise on that
-    rank and hang the others; above it dimension 0 with empty ranks, because replicating large parameters costs too much
-    memory.
+    Dimension 0 if it leaves no rank empty, else the first other one that the ranks divide evenly. (An uneven shard of
+    another dimension is not contiguous without its padding, and torch's fused optimizers step such memory wrongly and
+    silently.) If there is none: replicated up to ``REPLICATE_MAX_BYTES``, because an empty shard makes torch's infinity
+    norm raise on that rank and hang the others; above it dimension 0 with empty ranks, because replicating large
+    parameters costs too much.
 
     Args:
         shape: logical full shape.
@@ -136,7 +136,9 @@ def choose_shard_dim(
     """
     if stage == 0 or ignored or math.prod(shape) == 0 or len(shape) == 0:
         return None
+    if not leaves_a_rank_empty(shape[0], world_size):
+        return 0
     for dim, num_rows in enumerate(shape):
-        if not leaves_a_rank_empty(num_rows, world_size):
+        if num_rows % world_size == 0:
             return dim
     return None if math.prod(shape) * dtype.itemsize <= REPLICATE_MAX_BYTES else 0

@@ -19,7 +19,7 @@ class Odd(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.up = nn.Linear(6, 13)
-        self.wide = nn.Linear(10, 2, bias=False)  # rows for two ranks only
+        self.wide = nn.Linear(12, 2, bias=False)  # rows for two ranks only
         self.norm = nn.LayerNorm(2)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.randn(9, 3), requires_grad=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_a_meta_model_starts_unfilled(distributed: bool, request: pytest.Fixture
     shards.fill("bias", torch.zeros(4))
     assert shards.unfilled() == []
     assert full_state_dict(shards)["weight"].sum() == 12
+
+
+def test_masters_may_have_another_dtype() -> None:
+    model = nn.Linear(3, 4, dtype=torch.bfloat16)
+    value = model.weight.detach().clone()
+    shards = ParameterShards(
+        [dataclasses.replace(s, dtype=torch.float32) for s in plan(model, 1)], Mesh.create(device="cpu")
+    )
+    adopt(shards, dict(model.named_parameters()), sync_init=True)
+    assert model.weight.dtype is torch.float32 and torch.equal(model.weight, value.float())
 
 
 def start_from_rank_0(rank: int, world_size: int) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.runtime.models import Odd, full_gradients, plan, reduced, shard
 from zcompile.errors import ShardingError
+from zcompile.placement import ParamSpec
 from zcompile.runtime import full as full_tensors
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.shards import ParameterShards, Slot
@@ -54,8 +55,21 @@ def test_shards_put_together_are_the_parameters(world_size: int, stage: int) -> 
         assert not spec.is_sharded or full.untyped_storage().nbytes() == full.nbytes
         for rank, shards in enumerate(ranks):
             seen = shards.parameter(name)
-            assert tuple(seen.shape) == spec.local_shape(rank)
+            assert tuple(seen.shape) == spec.local_shape(rank) and seen.is_contiguous()
             assert torch.equal(full_tensors.pad(spec, seen.detach(), rank), locals_[rank])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_any_dimension_can_be_put_together(world_size: int, dim: int) -> None:
+    """Also where choose_shard_dim would not go: a plan may come from elsewhere."""
+    spec = ParamSpec("w", (), (5, 7, 10), torch.float32, True, dim, world_size)
+    value = torch.randn(spec.shape)
+    ranks = [ParameterShards([spec], alone(rank, world_size)) for rank in range(world_size)]
+    for rank, shards in enumerate(ranks):
+        shards.fill("w", value)
+        assert tuple(shards.parameter("w").shape) == spec.local_shape(rank)
+    assert torch.equal(full_tensors.assemble(spec, torch.cat([shards.local("w") for shards in ranks])), value)
 
 
 def test_padding_and_gaps_of_parameters_are_zero() -> None:
