@@ -320,27 +320,22 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
         assert str(error).startswith("line ")
 
 
-def test_printing_and_parsing_are_linear() -> None:
-    """20,000 nodes: printing stays below two seconds, and ten times the nodes take about ten times as long."""
-    seconds = {}
-    for num_nodes in (2_000, 20_000):
-        with compat.new_fake_mode():
-            value = torch.empty(4, 8)
-        graph = fx.Graph()
-        node = graph.placeholder("x")
-        meta.set_origin(node, Input(0))
+def test_printing_is_fast() -> None:
+    """20,000 nodes take less than two seconds."""
+    with compat.new_fake_mode():
+        value = torch.empty(4, 8)
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    meta.set_origin(node, Input(0))
+    meta.set_value(node, value)
+    for _ in range(20_000):
+        node = graph.call_function(torch.ops.aten.add.Tensor, (node, 1.5), {"alpha": 2})
         meta.set_value(node, value)
-        for _ in range(num_nodes):
-            node = graph.call_function(torch.ops.aten.add.Tensor, (node, 1.5), {"alpha": 2})
-            meta.set_value(node, value)
-        meta.set_roles(graph.output([node]), [Output(0)])
-        start = time.perf_counter()
-        text = print_graph(Graph("m.forward", Direction.FORWARD, graph))
-        seconds[num_nodes] = time.perf_counter() - start
-    assert seconds[20_000] < 2
+    meta.set_roles(graph.output([node]), [Output(0)])
     start = time.perf_counter()
-    parse_graph(text)
-    assert time.perf_counter() - start < 20
+    text = print_graph(Graph("m.forward", Direction.FORWARD, graph))
+    assert time.perf_counter() - start < 2
+    assert text.count("\n") == 20_004
 
 
 def test_one_node_prints_as_its_line() -> None:
