@@ -61,14 +61,13 @@ class Prefetch(StepPass):
         found = collectives(graph, is_gather)
         limit = float("inf") if self.limit_mib is None else self.limit_mib * MIB
         for index, c in enumerate(found):
-            if index == 0:
+            # behind the wait for the gather at position `done`; -1: behind the start of the first, with nothing waited for
+            done = max(index - self.lookahead, -1)
+            while done < index - 1 and sum(g.num_bytes for g in found[done + 1 : index + 1]) > limit:
+                done += 1
+            if index == 0 or done == index:
                 continue
-            ahead = max(index - self.lookahead, 0)
-            while ahead < index and sum(g.num_bytes for g in found[ahead + 1 : index + 1]) > limit:
-                ahead += 1
-            if ahead == index:
-                continue
-            anchor = found[ahead].results[-1] if index - self.lookahead >= 0 or ahead > 0 else found[index - 1].start
+            anchor = found[0].start if done < 0 else found[done].results[-1]
             if _start_after(c.start, anchor):
                 stats["gathers moved"] += 1
 

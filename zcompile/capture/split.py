@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from zcompile import compat
-from zcompile.ir import meta
+from zcompile.ir import edit, meta
 from zcompile.ir.graph import Direction, Grad, Graph, InputGrad, Param, Role, Saved, Step, Tangent, copy_fx, output_node
 
 
@@ -55,6 +55,11 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
             continue
         kept.append((value, role))
     result.set_outputs(kept)
+    for node in result.body:
+        if meta.value(node) is None and (picks := [u for u in node.users if edit.is_getitem(u)]):
+            # the partitioner types only the picks of what it inserts to save random states
+            by_index = {int(u.args[1]): meta.value(u) for u in picks}  # type: ignore[call-overload]
+            meta.set_value(node, tuple(by_index[i] for i in sorted(by_index)))
     for node in result.inputs:
         origin = origins.get(node.name)
         saved = direction is Direction.BACKWARD and not isinstance(origin, (Param, Tangent))
