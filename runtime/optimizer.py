@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,47 @@ from zcompile.errors import OptimizerError
 from zcompile.runtime.adamw_update import AdamWOptions, adamw_
 from zcompile.runtime.moments import Cell, MomentArena
 from zcompile.runtime.shards import ParameterShards, Slot, local_of, placement_problem
+
+
+class Member(NamedTuple):
+    """A parameter as it was when a plan was made: its gradient, and its state if that is flat."""
+
+    parameter: Tensor
+    grad: Tensor | None
+    state: dict[str, Any] | None
+    seen: tuple[tuple[str, Tensor], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How the parameters of one group are updated, for as long as nothing changes but numbers.
+
+    Attributes:
+        members: what the plan depends on.
+        flat: state arenas with the positions to update.
+        single: parameters that are updated on their own.
+        options: the options that the plan depends on.
+    """
+
+    members: list[Member]
+    flat: list[tuple[MomentArena, list[int]]]
+    single: list[Tensor]
+    options: tuple[bool, bool]
+
+    def holds(self, group: dict[str, Any], state: Mapping[Tensor, Any]) -> bool:
+        """Whether gradients, state and options are those of the plan."""
+        if self.options != (group["amsgrad"], group["eps"] != 0) or len(group["params"]) != len(self.members):
+            return False
+        for parameter, (known, grad, entry, seen) in zip(group["params"], self.members, strict=True):
+            if parameter is not known or parameter.grad is not grad:
+                return False
+            if entry is not None:
+                if state.get(parameter) is not entry:
+                    return False
+                for key, tensor in seen:
+                    if entry.get(key) is not tensor:
+                        return False
+        return True
 
 
 class AdamW(Optimizer):
@@ -71,10 +113,12 @@ class AdamW(Optimizer):
             "fused": fused,
         }
         self._cells: dict[Tensor, Cell] = {}
+        self._plans: dict[int, Plan] = {}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._plans = {}
         self.__dict__.setdefault("_cells", {})  # a copy starts without; load_state_dict comes here too and keeps them
         for group in self.param_groups:
             for key, value in (("amsgrad", False), ("maximize", False)):
@@ -103,52 +147,58 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
+        for number, group in enumerate(self.param_groups):
+            plan = self._plans.get(number)
+            if plan is None or not plan.holds(group, self.state):
+                plan = self._make_plan(group)
+                if plan.single:  # gradients of their own must not be kept alive
+                    self._plans.pop(number, None)
+                else:
+                    self._plans[number] = plan
+            for arena, positions in plan.flat:
+                for count, together in arena.advance(positions):
+                    adamw_(arena.segments(together, group["amsgrad"]), _options(group, count))
+            for parameter in plan.single:
+                self._step_single(group, parameter)
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        flat: list[tuple[Tensor, ParameterShards, int]] = []
+    def _make_plan(self, group: dict[str, Any]) -> Plan:
+        """Sort a group's parameters by how they are updated, and give flat state to those that need it."""
+        amsgrad = group["amsgrad"]
+        flat: list[Tensor] = []
         single: list[Tensor] = []
-        # With eps == 0 the zeros outside the parameters would become 0/0: only logical rows may be touched then.
-        may_be_flat = group["eps"] != 0
+        homeless: list[tuple[Tensor, ParameterShards, int]] = []
         for parameter in group["params"]:
             grad = parameter.grad
             if grad is None:
                 continue
-            found = Slot.of(parameter) if may_be_flat else None
-            if found is not None and found[0].is_flat(found[1], grad):
-                flat.append((parameter, *found))
-            else:
+            # With eps == 0 the zeros outside the parameters would become 0/0: only logical rows may be touched then.
+            found = Slot.of(parameter) if group["eps"] != 0 else None
+            if found is None or not found[0].is_flat(found[1], grad):
                 problem = placement_problem(parameter, grad)
                 if problem:
                     raise OptimizerError(f"parameter of shape {list(parameter.shape)} {problem}")
                 single.append(parameter)
-        if flat:
-            self._step_flat(group, flat)
-        for parameter in single:
-            self._step_single(group, parameter)
-
-    # Parameters in arenas. --------------------------------------------------------------------------------------------
-
-    def _step_flat(self, group: dict[str, Any], members: list[tuple[Tensor, ParameterShards, int]]) -> None:
-        amsgrad = group["amsgrad"]
-        homeless = []
-        for member in members:
-            cell = self._cells.get(member[0])
+                continue
+            flat.append(parameter)
+            cell = self._cells.get(parameter)
             if cell is None or not cell.serves(amsgrad):
-                homeless.append(member)
-            elif not cell.is_in(state := self.state[member[0]]):
-                cell.take(state)
-        if homeless:
-            self._make_home(homeless, amsgrad)
+                homeless.append((parameter, *found))
+            elif not cell.is_in(self.state[parameter]):
+                cell.take(self.state[parameter])
+        self._make_home(homeless, amsgrad)
         positions: dict[MomentArena, list[int]] = {}
-        for parameter, _, _ in members:
+        for parameter in flat:
             cell = self._cells[parameter]
             positions.setdefault(cell.arena, []).append(cell.position)
-        for arena, members_here in positions.items():
-            for step, together in arena.advance(members_here):
-                adamw_(arena.segments(together, amsgrad), _options(group, step))
+        in_flat = set(map(id, flat))
+        members = [
+            Member(
+                p, p.grad, *((self.state[p], tuple(self._cells[p].seen.items())) if id(p) in in_flat else (None, ()))
+            )
+            for p in group["params"]
+        ]
+        return Plan(members, list(positions.items()), single, (amsgrad, group["eps"] != 0))
 
     def _make_home(self, members: Sequence[tuple[Tensor, ParameterShards, int]], amsgrad: bool) -> None:
         """Flat state for these parameters, with the values that they have already."""
