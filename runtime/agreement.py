@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import hashlib
-import sys
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from zcompile import errors
 from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
-from zcompile.runtime.board import Board, Failure, Position, Request, Vote
+from zcompile.runtime import exits
+from zcompile.runtime.board import Board, Failure, Position
 from zcompile.runtime.history import Call, History
-from zcompile.runtime.judge import ADVICE, Judge, Wait, first_difference, name_ranks
+from zcompile.runtime.judge import ADVICE, Judge, Wait, first_difference
+from zcompile.runtime.sequence import Sequence, TextSequence, digest_of
+from zcompile.runtime.texts import name_difference
 
 PATIENCE = 1.5  # seconds of waiting before a rank asks where the others are
 SLICE = 0.2  # seconds that one try to finish a wait may block
 STORE_SILENCE = 15.0  # seconds without an answer of the store after which its host counts as gone
 LOST_CONNECTION = 25.0  # seconds to find out which rank broke a connection
-DETAILS = 10.0  # seconds to collect the texts that differ
 FAREWELL = 5.0  # seconds that the host of the store stays for others to read why it ended
 
 
-class Sequence(Protocol):
-    """The collectives of one graph in order: op, axis, dtype, sizes, parameter names; the same text on every rank."""
-
-    @property
-    def digest(self) -> str: ...
-    @property
-    def lines(self) -> tuple[str, ...]: ...
-
-
-@dataclass(frozen=True)
-class TextSequence:
-    """A sequence given as lines."""
-
-    lines: tuple[str, ...]
-    digest: str
-
-    @classmethod
-    def of(cls, *lines: str) -> TextSequence:
-        return cls(lines, hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16])
+__all__ = ["Agreement", "Sequence", "TextSequence"]
 
 
 class Agreement:
@@ -85,7 +62,6 @@ class Agreement:
         self._call: Call = ("", "")
         self._calls = 0
         self._started = 0
-        self._recent: deque[str] = deque(maxlen=512)  # what the latest collectives were
         self._change = 0
         self._wait: Wait | None = None
         self._raised = ""
@@ -96,9 +72,9 @@ class Agreement:
         self._board: Board | None = None
         if store is not None and world_size > 1:
             self._judge = Judge(rank, world_size)
-            self._board = Board(store, rank, world_size, self, name)
-            self._board.submit(lambda _: self._post_position())
-            _watch_exit(self)
+            board = self._board = Board(store, rank, world_size, self, name)
+            board.submit(lambda _: board.post_position())
+            exits.watch_exit(self)
 
     # Agreeing. --------------------------------------------------------------------------------------------------------
 
@@ -114,9 +90,9 @@ class Agreement:
             return
         use = self._topics[topic] = self._topics.get(topic, 0) + 1
         lines = tuple(text.splitlines())
-        self._agree(
-            f"compare/{topic}/{use}", lines, "comparing", topic, f"compares {topic}", f"ranks disagree about {topic}"
-        )
+        key = f"compare/{topic}/{use}"
+        wait = Wait("comparing", f"all ranks to agree on {topic}", f"compares {topic}", topic=key)
+        self._agree(wait, lines, f"ranks disagree about {topic}")
 
     def event(self, kind: str, sequence: Sequence) -> None:
         """Announce a call and its collectives, before any of them starts.
@@ -129,34 +105,16 @@ class Agreement:
             RankMismatchError: the ranks make different calls.
             RankError: as for ``compare``; also whatever ended this agreement earlier.
         """
-        if self._error is not None:
-            self._raise()
+        self.check()
         call = (kind, sequence.digest)
+        if not self._history.follow(call):
+            if self._board is not None:
+                self._confirm(call, sequence)
+            self._history.record(call)
+        self._call = call
         self._calls += 1
         self._change += 1
         self._raised = ""
-        if self._history.follow(call):
-            self._call = call
-            return
-        if self._board is None:
-            self._call = call
-            self._history.record(call)
-            return
-        self._lines.setdefault(call, tuple(sequence.lines))
-        if self._history.prediction() != call:
-            number, previous = self._calls, self._call
-            self._call = call
-            lines = (f"call {number}: {kind}", *sequence.lines)
-            text = f"waits to confirm call {number} as {kind}"
-            try:
-                self._agree(
-                    f"call/{number}", lines, "confirming", f"call {number}", text, f"ranks disagree about call {number}"
-                )
-            except BaseException:
-                self._call = previous
-                raise
-        self._call = call
-        self._history.record(call)
 
     def raised(self, error: BaseException) -> None:
         """Note that the user's code raised in the current call. Others end with it only if they wait and nothing follows."""
@@ -166,16 +124,14 @@ class Agreement:
     def check(self) -> None:
         """Raise what ended this agreement, if something did."""
         if self._error is not None:
-            self._raise()
+            raise self._copy()
 
     # Waiting. ---------------------------------------------------------------------------------------------------------
 
-    def started(self, description: str) -> int:
+    def started(self) -> int:
         """Count a collective that is being started; returns its number."""
-        if self._error is not None:
-            self._raise()
+        self.check()
         self._started += 1
-        self._recent.append(description)
         return self._started
 
     def poll(self, description: str, ready: Callable[[float], bool], *, needs: int = 0) -> None:
@@ -190,8 +146,7 @@ class Agreement:
             while not ready(SLICE):
                 pass
             return
-        if self._error is not None:
-            self._raise()
+        self.check()
         if ready(SLICE):
             return
         self._wait_until(Wait("waiting", description, f"waits {self._where()}for {description}", needs=needs), ready)
@@ -202,15 +157,13 @@ class Agreement:
         if self._board is None:
             yield
             return
-        if self._error is not None:
-            self._raise()
+        self.check()
         self._enter(Wait("waiting", description, f"waits {self._where()}for {description}", needs=self._started))
         try:
             yield
         finally:
             self._leave()
-        if self._error is not None:
-            self._raise()
+        self.check()
 
     def watch_device(self, oldest: Callable[[], Wait | None], on_break: Callable[[], None]) -> None:
         """Watch collectives that no thread of the host waits for.
@@ -274,30 +227,18 @@ class Agreement:
 
     def position(self, roll: int) -> Position:
         wait = self._wait or self._oldest_device_wait()
-        state, text = (
-            "running",
-            f"runs its own code after {self._name_call()}" if self._calls else "has made no call yet",
-        )
-        topic, needs = "", 0
+        calls, (kind, digest) = self._calls, self._call
+        state, topic, needs = "running", "", 0
+        text = f"runs its own code after {self._name_call()}" if calls else "has made no call yet"
         if self._closed:
-            state, text = "closed", f"has left after {self._name_call()}" if self._calls else "has left without a call"
+            state, text = "closed", f"has left after {self._name_call()}" if calls else "has left without a call"
         elif wait is not None:
             state, text, topic, needs = wait.state, wait.text, wait.topic, wait.needs
-        kind, digest = self._call
+            kind, digest = wait.call or (kind, digest)
+        change, raised = self._change, self._raised
         return Position(
-            self.rank,
-            state,
-            text,
-            self._calls,
-            kind,
-            digest,
-            topic,
-            self._started,
-            needs,
-            self._change,
-            self._raised,
-            roll,
-        )
+            self.rank, state, text, calls, kind, digest, topic, self._started, needs, change, raised, roll
+        )  # fmt: skip
 
     def on_failure(self, failure: Failure) -> None:
         if self._error is None:
@@ -313,75 +254,45 @@ class Agreement:
             return
         verdict = self._judge.look(board, wait, self.position(0), now)
         if verdict is not None:
+            board.read_failure()  # a reason that came meanwhile says more
             kind, body = verdict.kind, verdict.body
             other = self._lines.get((verdict.other.kind, verdict.other.digest)) if verdict.other else None
-            if wait.state == "confirming" and other is not None:
-                body += first_difference(self.rank, self._lines[self._call], verdict.rank, other)
+            if wait.call is not None and other is not None:
+                body += first_difference(self.rank, self._lines[wait.call], verdict.rank, other)
             self._break(kind, body)
         elif wait is not self._wait and waited > self.timeout:  # nobody on the host waits: the thread gives up
-            self._break(RankTimeoutError, self._timeout_body(wait, self._judge.latest))
+            self._break(RankTimeoutError, self._judge.name_missing(wait, self._judge.latest))
 
     # Inside. ----------------------------------------------------------------------------------------------------------
 
-    def _agree(self, topic: str, lines: tuple[str, ...], state: str, name: str, text: str, headline: str) -> None:
+    def _confirm(self, call: Call, sequence: Sequence) -> None:
+        """Unless the history implies ``call``, check that all ranks make it now."""
+        self._lines.setdefault(call, tuple(sequence.lines))
+        if self._history.prediction() == call:
+            return
+        number, text = self._calls + 1, f"waits to confirm call {self._calls + 1} as {call[0]}"
+        wait = Wait("confirming", f"all ranks to agree on call {number}", text, topic=f"call/{number}", call=call)
+        lines = (f"call {number}: {call[0]}", *sequence.lines)
+        self._agree(wait, lines, f"ranks disagree about call {number}")
+
+    def _agree(self, wait: Wait, lines: tuple[str, ...], headline: str) -> None:
         """Vote on ``lines``; raise on every rank with the first difference."""
-        if self._error is not None:
-            self._raise()
+        self.check()
         assert self._board is not None
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-        vote = self._board.vote(topic, digest)
-        self._wait_until(Wait(state, f"all ranks to agree on {name}", text, topic=topic, vote=vote), vote.done.wait)
+        vote = wait.vote = self._board.vote(wait.topic, digest_of(lines))
+        self._wait_until(wait, vote.done.wait)
         if vote.verdict != "same":
-            body = self._difference(vote, lines, headline)
-            if self._error is None:
-                self._break(RankMismatchError, body)
-            self._raise()
+            body = name_difference(self._board, vote, lines, headline, lambda: self._error is not None)
+            body += f"; {ADVICE}" if wait.state == "confirming" else ""
+            self._break(RankMismatchError, body)
+            raise self._copy()
 
-    def _difference(self, vote: Vote, lines: tuple[str, ...], headline: str) -> str:
-        """Fetch the texts of a failed vote and name the first difference between rank 0 and the first that differs."""
-        board = self._board
-        assert board is not None
-        me = f"{vote.topic}/text/{self.rank}"
-        board.submit(lambda store: store.set(me, vote.digest + "\n" + "\n".join(lines)))
-        texts: dict[int, tuple[str, tuple[str, ...]]] = {self.rank: (vote.digest, lines)}
-        deadline = time.monotonic() + DETAILS
-        while time.monotonic() < deadline and not board.lost:
-            for rank in [r for r in range(self.world_size) if r not in texts]:
-                request = self._ask(
-                    lambda store, key=f"{vote.topic}/text/{rank}": store.get(key) if store.check([key]) else None
-                )
-                if request is not None and request.result is not None:
-                    digest, *theirs = request.result.decode().split("\n")
-                    texts[rank] = (digest, tuple(theirs))
-            if len(texts) == self.world_size or (self._error is not None and 0 in texts):
-                break
-            time.sleep(0.05)
-        base = min(texts)
-        differ = sorted(r for r, (digest, _) in texts.items() if digest != texts[base][0])
-        if not differ:
-            return f"{headline}: another rank gave a different text"
-        more = f" ({name_ranks(differ)} differ from rank {base})" if len(differ) > 1 else ""
-        advice = f"; {ADVICE}" if vote.topic.startswith("call/") else ""
-        return headline + first_difference(differ[0], texts[differ[0]][1], base, texts[base][1]) + more + advice
-
-    def _ask(self, act: Callable[[Any], Any]) -> Request | None:
-        """Run ``act`` in the board's thread; None if the store does not answer."""
-        assert self._board is not None
-        request = self._board.submit(act)
-        deadline = time.monotonic() + 5.0
-        while not request.done.wait(0.1):
-            if self._board.lost or time.monotonic() > deadline:
-                return None
-        return request
-
-    def _wait_until(self, wait: Wait, ready: Callable[[float], bool], limit: float | None = None) -> None:
-        limit = self.timeout if limit is None else limit
-        deadline = wait.since + limit
+    def _wait_until(self, wait: Wait, ready: Callable[[float], bool]) -> None:
+        deadline = wait.since + self.timeout
         self._enter(wait)
         try:
-            while not ready(min(SLICE, limit)):
-                if self._error is not None:
-                    self._raise()
+            while not ready(min(SLICE, self.timeout)):
+                self.check()
                 self._check_store(wait)
                 if time.monotonic() > deadline:
                     self._give_up(wait, ready)
@@ -406,12 +317,12 @@ class Agreement:
             return
         if board.lost:
             self._break(RankError, f"{self._host()} is gone: rank {self.rank} {wait.text} ({board.lost})", post=False)
-            self._raise()
+            raise self._copy()
         silence = now - max(board.last_tick, wait.since)
         if silence > STORE_SILENCE:
             body = f"{self._host()} has not answered for {silence:.0f} s: rank {self.rank} {wait.text}"
             self._break(RankError, body, post=False)
-            self._raise()
+            raise self._copy()
 
     def _host(self) -> str:
         host = self._board.host if self._board is not None else ""
@@ -421,31 +332,18 @@ class Agreement:
         """The timeout has passed: find out who is missing and raise."""
         assert self._board is not None
         board, positions = self._board, self._judge.latest
-        called = self._ask(lambda _: board.call_roll())
+        called = board.ask(lambda _: board.call_roll())
         deadline = time.monotonic() + 3.0
         while called is not None and time.monotonic() < deadline:
             if ready(0.1):
                 return
-            if self._error is not None:
-                self._raise()
-            answers = self._ask(lambda _: board.read(called.result))
-            positions = answers.result if answers is not None and answers.result is not None else positions
+            self.check()
+            positions = board.ask(lambda _: board.read(called)) or positions
             if len(positions) == self.world_size:
                 break
-        self._break(RankTimeoutError, self._timeout_body(wait, positions))
-        self._raise()
-
-    def _timeout_body(self, wait: Wait, positions: dict[int, Position]) -> str:
-        arrived = [r for r, p in sorted(positions.items()) if r != self.rank and wait.has_come(p)]
-        missing = [r for r in range(self.world_size) if r != self.rank and r not in arrived]
-        where = "; ".join(
-            f"rank {r} {positions[r].text}" if r in positions else f"rank {r} does not answer" for r in missing[:4]
-        )
-        late = f"missing: {name_ranks(missing)} ({where})" if missing else "no rank is missing"
-        return (
-            f"rank {self.rank} waited {time.monotonic() - wait.since:.0f} s {self._where()}for {wait.description}: "
-            f"arrived: {name_ranks([*arrived, self.rank])}; {late}; find out why, or pass a longer timeout"
-        )
+        board.ask(lambda _: board.read_failure())  # the others may have given up first: then their reason is ours
+        self._break(RankTimeoutError, self._judge.name_missing(wait, positions))
+        raise self._copy()
 
     def _oldest_device_wait(self) -> Wait | None:
         if self._error is not None:  # what was in flight has been ended
@@ -458,10 +356,6 @@ class Agreement:
 
     def _where(self) -> str:
         return f"in {self._name_call()}, " if self._calls else ""
-
-    def _post_position(self) -> None:
-        if self._board is not None:
-            self._board.post_position()
 
     def _break(self, kind: type[RankError], body: str, *, post: bool = True) -> None:
         """End this agreement: the first reason counts."""
@@ -480,41 +374,7 @@ class Agreement:
         assert self._error is not None
         return type(self._error)(*self._error.args)
 
-    def _raise(self) -> None:
-        raise self._copy()
-
-
-def _sleep_only(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
 
 def _describe(error: BaseException) -> str:
     first = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {first[:500]}" if first else type(error).__name__
-
-
-# The end of the process: a rank that dies by an exception, or just ends, says so. -----------------------------------------
-
-_OPEN: weakref.WeakSet[Agreement] = weakref.WeakSet()
-_PREVIOUS_HOOK: list[Any] = []
-
-
-def _watch_exit(agreement: Agreement) -> None:
-    """Have the process's end reach the board of ``agreement`` (held weakly)."""
-    if not _PREVIOUS_HOOK:  # once a process: a later hook may call ours
-        _PREVIOUS_HOOK.append(sys.excepthook)
-        sys.excepthook = _report_exception
-        atexit.register(_close_all)
-    _OPEN.add(agreement)
-
-
-def _report_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-    for agreement in list(_OPEN):
-        agreement.fail(error)
-    return _PREVIOUS_HOOK[0](kind, error, traceback)
-
-
-def _close_all() -> None:
-    for agreement in list(_OPEN):
-        agreement.close()

@@ -25,7 +25,7 @@ class Position:
     rank: int
     state: str  # "running", "confirming" (a call), "comparing" (a text), "waiting" (for a collective), "closed"
     text: str  # the same for people, after the word "rank 3"
-    call: int  # how many calls of the model this rank has begun
+    calls: int  # how many calls of the model this rank has begun, without one that it still confirms
     kind: str
     digest: str
     topic: str  # the vote that it waits for
@@ -118,6 +118,15 @@ class Board:
         self._requests.put(request)
         return request
 
+    def ask(self, act: Callable[[Any], Any]) -> Any:
+        """The result of ``act(store)``; None if the store does not answer within 5 s."""
+        request = self.submit(act)
+        deadline = time.monotonic() + 5.0
+        while not request.done.wait(0.1):
+            if self.lost or time.monotonic() > deadline:
+                return None
+        return request.result
+
     def vote(self, topic: str, digest: str) -> Vote:
         """Post ``digest`` for ``topic``: two store operations when all agree."""
         vote = Vote(topic, digest)
@@ -177,6 +186,15 @@ class Board:
         if self._store.add("failures", 1) == 1:
             self._store.set("failure", json.dumps(asdict(failure)))
 
+    def read_failure(self) -> None:
+        """Hand a posted failure to the owner. Its rank posts it before anything that follows from it."""
+        if self.failure is None and self._store.check(["failure"]):
+            self.failure = Failure(**json.loads(self._store.get("failure")))
+            self._store.add("seen", 1)
+        owner = self._owner()
+        if owner is not None and self.failure is not None:
+            owner.on_failure(self.failure)
+
     def step(self, request: Request | None) -> bool:
         """One turn of the thread; False when it should end."""
         try:
@@ -209,9 +227,7 @@ class Board:
         self._pause = min(self._pause * 2, SLOW_TICK) if self._votes else TICK
 
     def _look(self, now: float) -> None:
-        if self.failure is None and self._store.check(["failure"]):
-            self.failure = Failure(**json.loads(self._store.get("failure")))
-            self._store.add("seen", 1)
+        self.read_failure()
         called = self._roll
         while self._store.check([f"roll/{self._roll + 1}"]):
             self._roll += 1
@@ -219,8 +235,6 @@ class Board:
             self.post_position()
         owner = self._owner()
         if owner is not None:
-            if self.failure is not None:
-                owner.on_failure(self.failure)
             owner.on_tick(now)
 
 

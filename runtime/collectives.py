@@ -171,7 +171,7 @@ class Collectives:
         finish: Callable[[], None] | None = None,
         kept: Any = None,
     ) -> Pending:
-        number = self._agreement.started(description)
+        number = self._agreement.started()
         try:
             works = start()
         except RuntimeError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from zcompile.errors import RankError, RankMismatchError
 from zcompile.runtime.board import Board, Position, Vote
+from zcompile.runtime.history import Call
 
 ROLL_INTERVAL = 2.0  # seconds between two roll calls of a waiting rank
 STEADY = 2.0  # seconds for which two ranks must stand still before they count as waiting for each other
@@ -26,6 +27,7 @@ class Wait:
     text: str  # "waits in call 7, forward (train), for all_gather of layers.3"
     topic: str = ""
     vote: Vote | None = None
+    call: Call | None = None  # being confirmed
     needs: int = 0
     urgent: bool = False  # a connection broke: somebody has ended
     since: float = field(default_factory=time.monotonic)
@@ -90,6 +92,19 @@ class Judge:
             self._roll = 0
         return None
 
+    def name_missing(self, wait: Wait, positions: dict[int, Position]) -> str:
+        """What to say when ``wait`` has taken too long: who arrived, and where the others are."""
+        arrived = [r for r, p in sorted(positions.items()) if r != self.rank and wait.has_come(p)]
+        missing = [r for r in range(self.world_size) if r != self.rank and r not in arrived]
+        where = "; ".join(
+            f"rank {r} {positions[r].text}" if r in positions else f"rank {r} does not answer" for r in missing[:4]
+        )
+        late = f"missing: {name_ranks(missing)} ({where})" if missing else "no rank is missing"
+        return (
+            f"rank {self.rank} {wait.text} since {time.monotonic() - wait.since:.0f} s: "
+            f"arrived: {name_ranks([*arrived, self.rank])}; {late}; find out why, or pass a longer timeout"
+        )
+
     def _note(self, position: Position, now: float) -> None:
         """Remember for how long answers to different roll calls have found a rank at the same place."""
         roll, change, since, _ = self._steady.get(position.rank, (-1, -1, now, now))
@@ -118,11 +133,10 @@ class Judge:
                 reason = f" after it raised {other.raised}" if other.raised else ""
                 return Verdict(RankError, f"rank {other.rank} has ended{reason}: {both}", other.rank)
             return None
-        if wait.state == "confirming":
-            passed = other.call > me.call or (other.call == me.call and other.state != "confirming")
-            if passed and not board.decided(wait.topic):
-                text = f"ranks disagree about call {me.call}: {both}; {ADVICE}"
-                return Verdict(RankMismatchError, text, other.rank, other if other.call == me.call else None)
+        if wait.state == "confirming" and other.calls > me.calls and not board.decided(wait.topic):
+            here = other if other.calls == me.calls + 1 and other.state != "confirming" else None
+            text = f"ranks disagree about call {me.calls + 1}: {both}; {ADVICE}"
+            return Verdict(RankMismatchError, text, other.rank, here)
         if wait.topic and still >= STEADY and not board.decided(wait.topic):
             other_waits_for_vote = other.topic not in ("", wait.topic) and not board.decided(other.topic)
             if other_waits_for_vote or other.needs > me.started:

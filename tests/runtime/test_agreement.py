@@ -12,7 +12,8 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
-from zcompile.runtime.agreement import Agreement, TextSequence
+from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.sequence import TextSequence
 
 TRAIN = TextSequence.of("all_gather dp f32 [16, 8] layers.0.weight")
 EVAL = TextSequence.of("all_gather dp f32 [16, 8] layers.0.weight", "all_gather dp f32 [8] layers.0.bias")
@@ -130,7 +131,7 @@ def test_an_absent_rank_is_named_after_the_timeout() -> None:
     results = run_ranks(3, body, timeout=2.0, within=12.0)
     assert {type(e) for e in results} == {RankTimeoutError}
     for error in results:
-        assert "for all ranks to agree on parameters" in str(error)
+        assert "compares parameters since" in str(error)
         assert "missing: rank 1 (rank 1 has made no call yet)" in str(error)
 
 
@@ -218,12 +219,12 @@ def test_a_rank_that_deviates_from_the_habit_is_found() -> None:
     def body(agreement: Agreement) -> None:
         for _ in range(3):
             agreement.event("forward (train)", TRAIN)
-            agreement.poll("all_gather of layers.0", lambda s: True, needs=agreement.started("all_gather of layers.0"))
+            agreement.poll("all_gather of layers.0", lambda s: True, needs=agreement.started())
         if agreement.rank == 1:
             agreement.event("forward (eval)", EVAL)
         else:
             agreement.event("forward (train)", TRAIN)
-            number = agreement.started("all_gather of layers.0")
+            number = agreement.started()
             agreement.poll("all_gather of layers.0", lambda s: bool(time.sleep(s)), needs=number)
 
     for rank, error in enumerate(run_ranks(2, body, within=10.0)):
@@ -239,7 +240,7 @@ def test_another_schedule_in_the_same_call_is_named() -> None:
         for _ in range(3):
             agreement.event("forward", TRAIN)
         agreement.event("forward", TRAIN if agreement.rank == 0 else EVAL)
-        agreement.poll("all_gather", lambda s: bool(time.sleep(s)), needs=agreement.started("all_gather"))
+        agreement.poll("all_gather", lambda s: bool(time.sleep(s)), needs=agreement.started())
 
     for error in run_ranks(2, body, within=10.0):
         assert type(error) is RankMismatchError
@@ -253,7 +254,7 @@ def test_waits_for_each_other_in_different_places() -> None:
         if agreement.rank == 0:
             agreement.compare("state of the optimizer", "a")
         else:
-            agreement.poll("all_gather", lambda s: bool(time.sleep(s)), needs=agreement.started("all_gather"))
+            agreement.poll("all_gather", lambda s: bool(time.sleep(s)), needs=agreement.started())
 
     for error in run_ranks(2, body):
         assert type(error) is RankMismatchError
@@ -272,7 +273,7 @@ def test_a_broken_agreement_stays_broken() -> None:
         with pytest.raises(RankMismatchError):
             agreement.event("forward", TRAIN)
         with pytest.raises(RankMismatchError):
-            agreement.started("all_gather")
+            agreement.started()
         return texts
 
     for texts in run_ranks(2, body):
@@ -359,13 +360,14 @@ def test_timeouts_name_the_collective_and_who_arrived() -> None:
     def body(agreement: Agreement) -> None:
         agreement.event("forward", TRAIN)
         if agreement.rank != 2:
-            number = agreement.started("all_gather of layers.3")
+            number = agreement.started()
             agreement.poll("all_gather of layers.3", lambda s: bool(time.sleep(s)), needs=number)
         else:
             time.sleep(5.0)
-            agreement.started("all_gather of layers.3")
+            agreement.started()
 
     for error in run_ranks(3, body, timeout=2.0, within=12.0):
         assert type(error) is RankTimeoutError
-        assert "in call 1, forward, for all_gather of layers.3: arrived: ranks 0, 1; missing: rank 2" in str(error)
+        assert "in call 1, forward, for all_gather of layers.3 since" in str(error)
+        assert "arrived: ranks 0, 1; missing: rank 2" in str(error)
         assert "rank 2 runs its own code after call 1, forward" in str(error)
