@@ -8,6 +8,7 @@ from zcompile.config import Config
 from zcompile.errors import PipelineError
 from zcompile.passes.cleanup import Cleanup
 from zcompile.passes.memory.recompute_params import RecomputeParams
+from zcompile.passes.precision import Precision
 from zcompile.passes.schedule.bucket import Bucket
 from zcompile.passes.schedule.prefetch import Prefetch
 from zcompile.passes.zero.outline import Outline
@@ -18,7 +19,7 @@ from zcompile.passes.zero.unshard import Unshard
 from zcompile.pipeline import Pass, Pipeline
 
 #: every pass that a spec can name, in the order of the default pipeline
-PASSES: tuple[type[Pass[Any]], ...] = (RecomputeParams, PlanUnits, Shard, Unshard, Reduce, Outline, Bucket, Prefetch, Cleanup)
+PASSES: tuple[type[Pass[Any]], ...] = (Precision, RecomputeParams, PlanUnits, Shard, Unshard, Reduce, Outline, Bucket, Prefetch, Cleanup)
 
 KNOWN: dict[str, type[Pass[Any]]] = {p.name: p for p in PASSES}
 
@@ -58,8 +59,10 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline
         size: ranks on the axis; 1 inserts nothing distributed.
         axis: name of the mesh axis.
     """
+    precision = () if config.compute_spec is None else (Precision(dtype=config.compute_spec),)
     return Pipeline(
         (
+            *precision,
             RecomputeParams(),
             PlanUnits(),
             Shard(stage=config.stage, size=size, axis=axis, ignore="|".join(config.ignore)),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcompile import compat
 from zcompile.program import Call, Program, Release, Start, Wait
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives, Pending
@@ -89,6 +90,8 @@ class Executor:
         sends: list[Tensor] = [slots[i] for i in ins.inputs]
         if ins.op == "all_gather":
             outputs = self.buffers.take(ins.types)
+            if ins.cast is not None:
+                sends = self._cast(sends, outputs, ins.cast)
             started = self.collectives.all_gather(outputs, sends, ins.label)
         else:
             if self.local_gradients.pending:
@@ -103,6 +106,16 @@ class Executor:
         for i, out in zip(ins.outputs, outputs, strict=True):
             slots[i] = out
         return started
+
+    def _cast(self, shards: list[Tensor], outputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Shards in the dtype of a gather: on a GPU right in their place of its output (NCCL gathers in place)."""
+        if self.buffers.device.type == "cpu":
+            casts = [torch.empty(s.shape, dtype=dtype) for s in shards]
+        else:
+            rank = self.shards.mesh.rank
+            casts = [o.view(-1)[rank * s.numel() : (rank + 1) * s.numel()].view(s.shape) for s, o in zip(shards, outputs, strict=True)]
+        compat.foreach_copy(casts, shards)
+        return casts
 
     def _gradient_memory(self, ins: Start) -> list[Tensor]:
         """Where reduced gradients go: right into the gradient arena where nothing is accumulated yet."""

@@ -10,7 +10,8 @@ import torch
 from zcompile.errors import ConfigError
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_REDUCE_DTYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+#: dtypes as passes spell them
+_SPECS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 BACKENDS = ("inductor", "eager")
 VERIFY_LEVELS = ("full", "fast", "off")
 
@@ -41,7 +42,7 @@ class Config:
         if self.precision is not None:
             _one_of("precision", self.precision, tuple(_PRECISIONS))
         if self.reduce_dtype is not None:
-            _one_of("reduce_dtype", self.reduce_dtype, tuple(_REDUCE_DTYPES))
+            _one_of("reduce_dtype", self.reduce_dtype, tuple(_SPECS))
         if self.gradient_accumulation_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; it must be at least 1")
         if self.max_captures < 1:
@@ -55,9 +56,14 @@ class Config:
         return None if self.precision is None else _PRECISIONS[self.precision]
 
     @property
+    def compute_spec(self) -> str | None:
+        """The compute dtype as the precision pass spells it."""
+        return None if self.precision is None else _SPECS[self.precision]
+
+    @property
     def reduce_spec(self) -> str | None:
         """The reduction dtype as the reduce pass spells it."""
-        return None if self.reduce_dtype is None else _REDUCE_DTYPES[self.reduce_dtype]
+        return None if self.reduce_dtype is None else _SPECS[self.reduce_dtype]
 
 
 def dtype_name(value: object) -> str | None:

@@ -5,6 +5,7 @@ Operators take lists of tensors (one bucket), an axis name and the axis size; ne
 
 ==================  ==========================================================================================================
 ``zc.unshard``      the full parameter of one shard, not yet scheduled: written by ``shard``, turned into gathers by ``unshard``
+``zc.cast``         shards in the dtype that they are gathered in, as fresh memory; one call for a unit
 ``zc.all_gather``   start: shards ``[s0, ...]`` -> pending ``[size * s0, ...]`` (concatenated along dim 0, one coalesced call)
 ``zc.reduce_scatter`` start: ``[size * s0, ...]`` -> pending ``[s0, ...]``, averaged over the axis
 ``zc.all_reduce``   start: full tensors -> pending tensors of the same shape, averaged over the axis
@@ -25,7 +26,8 @@ from torch import Tensor
 
 _LIB = torch.library.Library("zc", "DEF")
 
-_LIB.define("unshard(Tensor shard, str axis, int size, int dim, int[] shape) -> Tensor")
+_LIB.define("unshard(Tensor shard, str axis, int size, int dim, int[] shape, ScalarType? dtype=None) -> Tensor")
+_LIB.define("cast(Tensor[] shards, ScalarType dtype) -> Tensor[]")
 _LIB.define("all_gather(Tensor[] shards, str axis, int size) -> Tensor[]")
 _LIB.define("reduce_scatter(Tensor[] tensors, str axis, int size) -> Tensor[]")
 _LIB.define("all_reduce(Tensor[] tensors, str axis, int size) -> Tensor[]")
@@ -33,8 +35,14 @@ _LIB.define("wait(Tensor[] pending) -> Tensor[]")
 _LIB.define("release(Tensor[] tensors) -> ()")
 
 
-def _unshard_fake(shard: Tensor, axis: str, size: int, dim: int, shape: list[int]) -> Tensor:
-    return shard.new_empty(shape)
+def _unshard_fake(
+    shard: Tensor, axis: str, size: int, dim: int, shape: list[int], dtype: torch.dtype | None = None
+) -> Tensor:
+    return shard.new_empty(shape, dtype=dtype or shard.dtype)
+
+
+def _cast_fake(shards: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [s.new_empty(s.shape, dtype=dtype) for s in shards]
 
 
 def _all_gather_fake(shards: list[Tensor], axis: str, size: int) -> list[Tensor]:
@@ -59,6 +67,7 @@ def _release_fake(tensors: list[Tensor]) -> None:
 
 for _name, _fake in {
     "unshard": _unshard_fake,
+    "cast": _cast_fake,
     "all_gather": _all_gather_fake,
     "reduce_scatter": _reduce_scatter_fake,
     "all_reduce": _all_reduce_fake,
@@ -69,6 +78,7 @@ for _name, _fake in {
 
 
 unshard: Any = torch.ops.zc.unshard.default
+cast: Any = torch.ops.zc.cast.default
 all_gather: Any = torch.ops.zc.all_gather.default
 reduce_scatter: Any = torch.ops.zc.reduce_scatter.default
 all_reduce: Any = torch.ops.zc.all_reduce.default
@@ -78,7 +88,7 @@ release: Any = torch.ops.zc.release.default
 #: The operators that start a collective; each result must be waited for exactly once.
 COLLECTIVES: frozenset[Any] = frozenset({all_gather, reduce_scatter, all_reduce})
 #: Every operator of the namespace.
-ALL: frozenset[Any] = COLLECTIVES | {unshard, wait, release}
+ALL: frozenset[Any] = COLLECTIVES | {unshard, cast, wait, release}
 
 
 def region_call(name: str, args: list[Any]) -> Any:

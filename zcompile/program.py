@@ -49,6 +49,7 @@ class Start:
         outputs: slots of the results.
         types: type of each result.
         grads: for a reduction, the parameter whose gradient each result is and nothing else; ``""`` where it is more than that.
+        cast: for an all-gather, the dtype that its inputs are cast to first; None: they have it.
         label: for errors, such as ``all_gather of layers.3``.
         ticket: number of the collective in the program.
     """
@@ -58,6 +59,7 @@ class Start:
     outputs: tuple[int, ...]
     types: tuple[TensorType, ...]
     grads: tuple[str, ...]
+    cast: torch.dtype | None
     label: str
     ticket: int
 

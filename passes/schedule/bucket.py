@@ -80,9 +80,9 @@ def _full_bytes(c: Collective) -> int:
 def _join_gathers(graph: Graph, group: list[Collective], stats: Stats) -> None:
     first = group[0]
     sends = [s for c in group for s in c.sends]
+    for node in [n for c in group[1:] for n in c.casts]:  # a cast reads nothing but shards, so it may come earlier
+        first.start.prepend(node)
     with graph.fx.inserting_before(first.start):
-        for send in sends:  # a shard that is cast right before its own gather is ready earlier now
-            assert send.op == "placeholder" or meta.region(send) == meta.PROLOGUE or edit.is_getitem(send)
         start = edit.call(graph.fx, first.start.target, (sends, *first.start.args[1:]), name=first.start.name)  # type: ignore[arg-type]
     _replace(graph, group, start, first.wait, stats)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.schedule import collectives, is_gather, is_reduction
+from zcompile.analysis.schedule import Collective, collectives, is_gather, is_reduction
 from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
 from zcompile.ir import edit
@@ -68,7 +68,7 @@ class Prefetch(StepPass):
             if index == 0 or done == index:
                 continue
             anchor = found[0].start if done < 0 else found[done].results[-1]
-            if _start_after(c.start, anchor):
+            if _start_after(c, anchor):
                 stats["gathers moved"] += 1
 
     def _wait_late(self, graph: Graph, stats: Stats) -> None:
@@ -84,15 +84,21 @@ class Prefetch(StepPass):
             stats["reductions moved"] += 1
 
 
-def _start_after(start: fx.Node, anchor: fx.Node) -> bool:
-    """Move ``start`` behind ``anchor`` and the starts already there; False when it is there already."""
+def _start_after(c: Collective, anchor: fx.Node) -> bool:
+    """Move a gather's start behind ``anchor`` and the starts already there; False when it is there already."""
+    first = (*c.casts, c.start)[0]
     cursor = anchor
-    while is_gather(cursor.next) and cursor.next is not start:
+    while cursor.next is not first and _belongs_to_start(cursor.next):
         cursor = cursor.next
-    if cursor.next is start:
+    if cursor.next is first:
         return False
-    cursor.append(start)
+    c.move_start(cursor)
     return True
+
+
+def _belongs_to_start(node: fx.Node) -> bool:
+    source = node.args[0] if edit.is_getitem(node) else node
+    return is_gather(node) or (isinstance(source, fx.Node) and source.target is ops.cast)
 
 
 def _only_waits_follow(node: fx.Node) -> bool:

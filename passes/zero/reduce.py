@@ -12,11 +12,9 @@ from zcompile import ops
 from zcompile.errors import PassError
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Grad, Graph, Param, Step
+from zcompile.ir.types import FLOATS
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
-
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
-
 
 @dataclass(frozen=True)
 class Reduce(StepPass):
@@ -49,14 +47,14 @@ class Reduce(StepPass):
     local: bool = False
 
     def run(self, target: Step, stats: Stats) -> None:
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise PassError(f"reduce dtype is '{self.dtype}'; it must be one of {', '.join(_DTYPES)}")
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise PassError(f"reduce dtype is '{self.dtype}'; it must be one of {', '.join(FLOATS)}")
         if target.backward is None or not target.backward.axes:
             return
         ((axis, size),) = target.backward.axes.items()
         if size > 1:
             params = {param.name: param for graph in target.graphs for _, param in graph.params()}
-            _Reducer(target.backward, params, axis, size, None if self.dtype is None else _DTYPES[self.dtype], self.local, stats).run()
+            _Reducer(target.backward, params, axis, size, None if self.dtype is None else FLOATS[self.dtype], self.local, stats).run()
 
 
 class _Reducer:

@@ -88,11 +88,10 @@ class Shard(StepPass):
                 user.replace_input_with(node, full[dtype])
 
     def _full(self, graph: Graph, node: fx.Node, param: Param, dim: int, dtype: torch.dtype) -> fx.Node:
-        source = node
+        args: list[object] = [node, self.axis, self.size, dim, list(param.shape)]
         if dtype != meta.tensor(node).dtype:
-            source = edit.call(graph.fx, torch.ops.prims.convert_element_type.default, (node, dtype), name=f"{node.name}_cast")
-            meta.set_region(source, meta.PROLOGUE)
-        return edit.call(graph.fx, ops.unshard, (source, self.axis, self.size, dim, list(param.shape)), name=f"{node.name}_full")
+            args.append(dtype)
+        return edit.call(graph.fx, ops.unshard, tuple(args), name=f"{node.name}_full")
 
 
 def _is_cast(node: fx.Node) -> bool:

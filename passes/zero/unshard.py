@@ -30,6 +30,7 @@ class Unshard(StepPass):
         %mm: f32[2, 4] = aten.mm(%x, %w_full) @0
         zc.release([%w_full])
 
+    A parameter that is computed in another dtype is cast first, on the shard: ``zc.cast``.
     Stage 3 gathers in forward and again in backward. Stages 1 and 2 gather in forward, hand the full parameters to backward
     (``kept``) and release them there. Exact; a gather costs the unit's bytes over the axis.
 
@@ -112,7 +113,11 @@ class _Scheduler:
         axis, size = self.full[keys[0]].args[1:3]
         label = unit.replace(".", "_").replace("+", "_")
         with self.graph.fx.inserting_before(before):
-            bucket = edit.call(self.graph.fx, ops.all_gather, (shards, axis, size), name=f"gather_{label}")
+            sends: list[fx.Node] = list(shards)  # type: ignore[arg-type]
+            if meta.tensor(sends[0]).dtype != dtype:
+                cast = edit.call(self.graph.fx, ops.cast, (sends, dtype), name=f"cast_{label}")
+                sends = edit.unpack(self.graph.fx, cast, [f"{s.name}_cast" for s in sends])
+            bucket = edit.call(self.graph.fx, ops.all_gather, (sends, axis, size), name=f"gather_{label}")
             wait = edit.call(self.graph.fx, ops.wait, (bucket,), name=f"wait_{label}")
             names = [f"{shard.name}_gathered" for shard in shards]  # type: ignore[union-attr]
             for key, full in zip(keys, edit.unpack(self.graph.fx, wait, names), strict=True):
@@ -200,10 +205,7 @@ def _first_new(last: fx.Node, gathered: fx.Node) -> fx.Node:
 
 
 def _param_of(unshard: fx.Node) -> Param:
-    source = unshard.args[0]
-    while not isinstance(meta.origin(source), Param):  # type: ignore[arg-type]
-        source = source.args[0]  # type: ignore[union-attr]
-    origin = meta.origin(source)  # type: ignore[arg-type]
+    origin = meta.origin(unshard.args[0])  # type: ignore[arg-type]
     assert isinstance(origin, Param)
     return origin
 

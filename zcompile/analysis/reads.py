@@ -62,7 +62,7 @@ class Reads(Flow[int]):
             return [self.leaf(Result(node, index)) for index in range(count)]
         if node.target is ops.wait:
             return self.results(node.all_input_nodes[0])
-        if ops.is_collective(node.target):
+        if ops.is_collective(node.target) or node.target is ops.cast:
             tensors: Any = node.args[0]
             return [self.of(t) for t in tensors]
         return [self.join([self.of(source) for source in node.all_input_nodes])] * count
@@ -94,6 +94,9 @@ class Copies(Flow[Result | None]):
         count = num_results(node)
         if node.target is ops.wait:
             return [Result(node, index) for index in range(count)]
+        if node.target is ops.cast:
+            tensors: Any = node.args[0]
+            return [self.of(t) for t in tensors]
         sources = node.all_input_nodes
         if len(sources) != 1 or ops.is_zc(node.target) or count > 1:
             return [None] * count

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zcompile import ops
-from zcompile.ir import meta
+from zcompile.ir import edit, meta
 from zcompile.ir.graph import Graph
 
 
@@ -31,6 +31,21 @@ class Collective:
     start_index: int
     wait_index: int
     num_bytes: int
+
+    @property
+    def casts(self) -> list[fx.Node]:
+        """The ``zc.cast`` nodes and their picks that only feed this collective, in order."""
+        found: dict[fx.Node, None] = {}
+        for send in self.sends:
+            source = send.args[0] if edit.is_getitem(send) else None
+            if isinstance(source, fx.Node) and source.target is ops.cast:
+                found[source] = None
+        return [n for cast in found for n in (cast, *cast.users)]
+
+    def move_start(self, behind: fx.Node) -> None:
+        """Move the start, and the casts that feed it, right behind a node."""
+        for node in reversed((*self.casts, self.start)):
+            behind.append(node)
 
     @property
     def sends(self) -> list[fx.Node]:

@@ -21,10 +21,6 @@ _RECOMPUTE = "recompute"
 _PARAM_CHAINS = 100_000
 
 
-#: the region of casts of local shards: it runs before everything else in a graph
-PROLOGUE = -1
-
-
 def value(node: fx.Node) -> Any:
     """The node's fake value: a tensor, a list or tuple of tensors, or None."""
     return node.meta.get(_VALUE)

@@ -32,6 +32,10 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 _WORDS: dict[str, Any] = {"True": True, "False": False, "None": None, "inf": float("inf"), "nan": float("nan")}
 
 
+#: floating dtypes that parameters and reductions may have, by name
+FLOATS = {name: dtype for name, dtype in _BY_NAME.items() if name in ("f16", "bf16", "f32", "f64")}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``bf16`` for ``torch.bfloat16``; dtypes without a short name keep their own."""
     return _DTYPES.get(dtype) or _torch_name(dtype)

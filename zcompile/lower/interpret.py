@@ -241,6 +241,8 @@ class _Lockstep:
                 for t in tensors:
                     poison(t)
             return [None] * self.num_ranks
+        if node.target is ops.cast:
+            return [[t.to(dtype, copy=True) for t in tensors] for tensors, dtype in args]
         axis, size = args[0][1:3]
         if size != self.num_ranks:
             raise MeshError(
@@ -248,8 +250,8 @@ class _Lockstep:
             )
         sent = [a[0] for a in args]
         if node.target is ops.unshard:
-            dim, shape = args[0][3:5]
-            return [unshard(sent, dim, shape) for _ in args]
+            dim, shape, *dtype = args[0][3:]
+            return [unshard(sent, dim, shape).to(dtype[0] if dtype else sent[0].dtype) for _ in args]
         work = _COLLECTIVES[node.target]
         return [_Pending(lambda: work(sent), rank) for rank in range(self.num_ranks)]
 

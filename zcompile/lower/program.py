@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from zcompile import ops
@@ -61,7 +62,7 @@ class _Lowering:
                 self._wait(node)
             elif node.target is ops.release:
                 self.instructions.append(Release(tuple(self.slots[n] for n in node.args[0])))  # type: ignore[union-attr]
-            elif not edit.is_getitem(node):
+            elif not edit.is_getitem(node) and node.target is not ops.cast:
                 raise PassError(f"node '{node.name}' computes outside of every region; end the pipeline's ZeRO passes with 'outline'")
         read: set[fx.Node] = set(self.graph.inputs)
         outputs = []
@@ -109,7 +110,7 @@ class _Lowering:
     def _start(self, node: fx.Node) -> None:
         wait = next(u for u in node.users if u.target is ops.wait)
         ticket = self.tickets[wait] = len(self.tickets)
-        sends: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        sends, cast = self._before_cast(list(node.args[0]))  # type: ignore[arg-type]
         outputs = list(self._results(wait))
         for index, slot in enumerate(outputs):
             if slot < 0:  # nobody reads this result, but the collective still writes it
@@ -119,17 +120,27 @@ class _Lowering:
         grads = tuple(self.grads.get((wait, index), "") for index in range(len(outputs)))
         op = node.target._opname  # type: ignore[union-attr]
         inputs = tuple(self.slots[s] for s in sends)
-        self.instructions.append(Start(op, inputs, tuple(outputs), types, grads, f"{op} {self._label(node)}", ticket))
+        self.instructions.append(Start(op, inputs, tuple(outputs), types, grads, cast, f"{op} {self._label(node)}", ticket))
+
+    def _before_cast(self, sends: list[fx.Node]) -> tuple[list[fx.Node], torch.dtype | None]:
+        """What goes into a collective before its ``zc.cast``, which the runtime does into the collective's own buffers."""
+        sources: list[fx.Node] = []
+        for send in sends:
+            source = send.args[0] if edit.is_getitem(send) else None
+            if not isinstance(source, fx.Node) or source.target is not ops.cast:
+                return sends, None
+            sources.append(source.args[0][int(send.args[1])])  # type: ignore[index, call-overload]
+        return sources, meta.tensor(sends[0]).dtype
 
     def _wait(self, node: fx.Node) -> None:
         start = node.args[0]
         assert isinstance(start, fx.Node)
-        self.instructions.append(Wait(self.tickets[node], self._frees(node, list(start.args[0]))))  # type: ignore[arg-type]
+        self.instructions.append(Wait(self.tickets[node], self._frees(node, [s for s in start.args[0] if s in self.slots])))  # type: ignore[union-attr]
 
     def _label(self, node: fx.Node) -> str:
         """The units that a collective carries, for errors."""
         units: dict[str, None] = {}
-        for send in node.args[0]:  # type: ignore[union-attr]
+        for send in self._before_cast(list(node.args[0]))[0]:  # type: ignore[arg-type]
             origin = meta.origin(send)  # type: ignore[arg-type]
             if isinstance(origin, Param):
                 units[origin.unit or origin.name] = None

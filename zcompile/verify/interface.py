@@ -23,9 +23,11 @@ class Interface:
         params: logical shape and trainability of each parameter.
         inputs: the type of each buffer, input and tangent.
         outputs: the type of each output, input gradient and mutation; None for parameter gradients, whose shapes change.
-        reads: for each returned value, the inputs it is computed from. A pass may make that set smaller, never larger:
-            this is what tells two gradients of one shape apart. Backward's saved values count as inputs of a split step.
+        reads: for each returned value, the inputs it is computed from, which no pass on a step changes: this is what tells
+            two gradients of one shape apart. Backward's saved values count as inputs. A pass on the joint graph may make
+            the set smaller (drop an input that makes no difference), never larger.
         known: every input that ``reads`` speaks about.
+        is_step: whether this is the interface of a split step.
     """
 
     params: Mapping[str, tuple[tuple[int, ...], bool]]
@@ -33,6 +35,7 @@ class Interface:
     outputs: Mapping[str, Any]
     reads: Mapping[str, frozenset[str]]
     known: frozenset[str]
+    is_step: bool
 
     @staticmethod
     def of(target: Step | Graph) -> Interface:
@@ -56,7 +59,7 @@ class Interface:
                 outputs[describe(role)] = None if isinstance(role, Grad) else type_of(meta.value(node))
             for node, role in graph.outputs:
                 reads[describe(role)] = _reads(subject, node)
-        return Interface(params, inputs, outputs, reads, frozenset(known))
+        return Interface(params, inputs, outputs, reads, frozenset(known), isinstance(target, Step))
 
     def check(self, subjects: list[Subject]) -> None:
         """Check that the graphs of a step (or the joint graph) still have this interface.
@@ -72,17 +75,23 @@ class Interface:
                 found.add(describe(role))
                 self._check_output(subject, node, role)
             for node, role in subject.graph.outputs:
-                allowed = self.reads.get(describe(role))
-                extra = set() if allowed is None else (_reads(subject, node) & self.known) - allowed
-                if extra:
-                    subject.refuse(
-                        node,
-                        f"is returned as {describe(role)} but reads {', '.join(sorted(extra))}, which it did not in the capture",
-                    )
+                self._check_reads(subject, node, describe(role))
         for missing in self.outputs:
             if missing not in found:
                 last = subjects[-1]
                 last.refuse(last.graph.output, f"no longer returns {missing}, which the capture did")
+
+    def _check_reads(self, subject: Subject, node: fx.Node, role: str) -> None:
+        expected = self.reads.get(role)
+        if expected is None:
+            return
+        have = _reads(subject, node) & self.known
+        if have - expected:
+            extra = ", ".join(sorted(have - expected))
+            subject.refuse(node, f"is returned as {role} but depends on {extra}, which it does not in the capture")
+        if self.is_step and expected - have:
+            lost = ", ".join(sorted(expected - have))
+            subject.refuse(node, f"is returned as {role} but does not depend on {lost}, which it does in the capture")
 
     def _check_input(self, subject: Subject, node: fx.Node) -> None:
         origin = _origin(node)

@@ -10,15 +10,12 @@ from zcompile.verify.structure import check_structure, check_types
 from zcompile.verify.subject import Subject
 
 
-def check_invariants(
-    target: Step | Graph, inference: Inference, expected: interface.Interface | None, *, types: bool
-) -> list[Subject]:
+def check_invariants(target: Step | Graph, inference: Inference, *, types: bool) -> list[Subject]:
     """Check everything that always holds, from what later checks rely on to what they do not.
 
     Args:
         target: a joint graph or a step.
         inference: remembers operators' types.
-        expected: the interface of the capture, if it is to be kept.
         types: whether to infer every recorded type again.
 
     Returns:
@@ -40,6 +37,4 @@ def check_invariants(
     gradients.check_roles(subjects)
     if isinstance(target, Step):
         interface.check_step(target, subjects[0], subjects[1] if len(subjects) > 1 else None)
-    if expected is not None:
-        expected.check(subjects)
     return subjects

@@ -118,11 +118,13 @@ def _check_releases(subject: Subject) -> dict[Result, fx.Node]:
             for source in node.all_input_nodes:
                 for storage in aliases.of(source):
                     if storage in released and node.op != "output":
-                        subject.refuse(
-                            node,
-                            f"reads %{source.name}, memory of gathered %{_name(subject, storage)}, "
-                            f"after %{released[storage].name} gave it back",
+                        name = _name(subject, storage)
+                        what = (
+                            f"gathered %{name}"
+                            if source.name == name
+                            else f"%{source.name}, memory of gathered %{name},"
                         )
+                        subject.refuse(node, f"reads {what} after %{released[storage].name} gave it back")
             continue
         buffers: Any = node.args[0]
         for buffer in buffers:

@@ -17,8 +17,8 @@ from zcompile.analysis.reads import Copies, Reads
 from zcompile.errors import VerifyError
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Grad, Graph, Kept, Param, Region
-from zcompile.ir.operators import operator_name
-from zcompile.ir.types import literal, type_text
+from zcompile.ir.printer import print_node
+from zcompile.ir.types import tensors
 from zcompile.placement import ParamSpec
 
 #: nodes shown before and after the refused one
@@ -156,21 +156,17 @@ class Subject:
             lines.append(f"  from {source}")
         around = self.nodes if region is None else list(region.fx.nodes)
         at = around.index(node)
+        device = next((v.device.type for n in around for v in tensors(meta.value(n)) if v.device.type != "cpu"), "cpu")
         for shown in around[max(0, at - WINDOW) : at + WINDOW + 1]:
-            lines.append(f"  {'>' if shown is node else ' '} {node_line(shown)}")
+            lines.append(f"  {'>' if shown is node else ' '} {_line(shown, device)}")
         raise VerifyError("\n".join(lines))
 
 
-def node_line(node: fx.Node) -> str:
-    """One line of text for a node, in the grammar of ``ir/text.py``."""
-    if node.op == "output":
-        return f"return {literal(node.args[0])}"
-    val = meta.value(node)
-    shown = "bucket" if ops.is_collective(node.target) else type_text(val, "cpu")
-    if node.op == "placeholder":
-        return f"%{node.name}: {shown} = {meta.origin(node)}"
-    args = ", ".join([literal(a) for a in node.args] + [f"{k}={literal(v)}" for k, v in node.kwargs.items()])
-    return f"%{node.name}: {shown} = {operator_name(node.target)}({args})"
+def _line(node: fx.Node, device: str) -> str:
+    try:
+        return print_node(node, device)
+    except Exception:  # a malformed node is what the error is about; it must not hide it
+        return str(node.format_node())
 
 
 def kept_parameter(kept: Kept) -> str:

@@ -51,8 +51,10 @@ class Verifier:
         """
         if self.level == "off":
             return
-        subjects = check_invariants(target, self._inference, interface, types=self.level == "full")
+        subjects = check_invariants(target, self._inference, types=self.level == "full")
         _check_facts(subjects, facts)
+        if interface is not None:
+            interface.check(subjects)
 
     def verify_joint(self, graph: Graph, facts: Facts, interface: Interface | None = None) -> None:
         """Verify the joint graph; see ``verify``."""
