@@ -19,7 +19,18 @@ from zcompile.passes.zero.unshard import Unshard
 from zcompile.pipeline import Pass, Pipeline
 
 #: every pass that a spec can name, in the order of the default pipeline
-PASSES: tuple[type[Pass[Any]], ...] = (Precision, RecomputeParams, PlanUnits, Shard, Unshard, Reduce, Outline, Bucket, Prefetch, Cleanup)
+PASSES: tuple[type[Pass[Any]], ...] = (
+    Precision,
+    RecomputeParams,
+    PlanUnits,
+    Shard,
+    Unshard,
+    Reduce,
+    Outline,
+    Bucket,
+    Prefetch,
+    Cleanup,
+)
 
 KNOWN: dict[str, type[Pass[Any]]] = {p.name: p for p in PASSES}
 
@@ -47,7 +58,9 @@ def schedule(policy: str) -> tuple[Pass[Any], ...]:
     passes = parse(policy).passes
     for p in passes:
         if not isinstance(p, (Bucket, Prefetch)):
-            raise PipelineError(f"policy '{policy}' names '{p.name}', which is no schedule pass; those are bucket, prefetch, or none")
+            raise PipelineError(
+                f"policy '{policy}' names '{p.name}', which is no schedule pass; those are bucket, prefetch, or none"
+            )
     return passes if any(isinstance(p, Bucket) for p in passes) else (Bucket(), *passes)
 
 

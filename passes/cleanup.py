@@ -50,7 +50,9 @@ class Cleanup(StepPass):
 def _has_effect(node: fx.Node) -> bool:
     """Whether a node without readers still matters: ``zc`` operators do, and results of waits keep their places."""
     source = node.args[0] if edit.is_getitem(node) else None
-    return (ops.is_zc(node.target) and node.target is not ops.cast) or (isinstance(source, fx.Node) and source.target is ops.wait)
+    return (ops.is_zc(node.target) and node.target is not ops.cast) or (
+        isinstance(source, fx.Node) and source.target is ops.wait
+    )
 
 
 def _drop_unread_gathers(graph: Graph, stats: Stats) -> None:

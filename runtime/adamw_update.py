@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +47,9 @@ class Segments:
     table: tuple[Segment, ...]
 
     @cached_property
-    def device_table(self) -> Tensor:
-        """``table`` as int64 ``[num_segments, 3]`` on the device of ``param``, for kernels."""
-        return torch.tensor(self.table, dtype=torch.int64).reshape(-1, 3).to(self.param.device)
+    def launches(self) -> dict[tuple[Segments, ...], Any]:
+        """Kernel launches that start with these pieces, made once; see ``update``."""
+        return {}
 
     @cached_property
     def operands(self) -> list[Operands]:
@@ -64,12 +64,16 @@ class Segments:
                 views.append((self.param[p], self.grad[p], self.exp_avg[s], self.exp_avg_sq[s], maxima))
         return views
 
+    @cached_property
+    def _without_maxima(self) -> Segments:
+        return self if self.max_exp_avg_sq is None else dataclasses.replace(self, max_exp_avg_sq=None)
+
     def __iter__(self) -> Iterator[Operands]:
         return iter(self.operands)
 
     def without_maxima(self) -> Segments:
         """The same memory for an update without ``amsgrad``."""
-        return self if self.max_exp_avg_sq is None else dataclasses.replace(self, max_exp_avg_sq=None)
+        return self._without_maxima
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,86 @@ class AdamWOptions:
     step: float
     maximize: bool
 
+    @property
+    def step_size(self) -> float:
+        """The learning rate, corrected for the first moment's start at zero."""
+        return self.lr / (1 - self.beta1**self.step)
 
-def adamw_(pieces: Segments | Iterable[Operands], options: AdamWOptions) -> None:
+    @property
+    def root_correction(self) -> float:
+        """What the root of the second moment is divided by, likewise."""
+        return math.sqrt(1 - self.beta2**self.step)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Numbers on the device, of one float32 element each, by which gradients are read; they are not written back.
+
+    Attributes:
+        clip_factor: gradients are multiplied by it.
+        grad_scale: gradients are divided by it.
+    """
+
+    clip_factor: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def apply(self, grad: Tensor) -> Tensor:
+        """``grad`` scaled, in float32 or wider if it is scaled at all."""
+        if self.clip_factor is None and self.grad_scale is None:
+            return grad
+        factor = torch.ones((), device=grad.device) if self.clip_factor is None else self.clip_factor.reshape(())
+        if self.grad_scale is not None:
+            factor = factor / self.grad_scale.reshape(())
+        return grad.to(torch.promote_types(grad.dtype, torch.float32)) * factor
+
+
+UNSCALED = Scaling()
+
+#: dtypes that the kernel takes, for parameters and gradients
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def update(parts: Sequence[tuple[Segments, AdamWOptions]], scaling: Scaling = UNSCALED, copy_out: Tensor | None = None) -> None:
+    """Update pieces of the same memory, each with its own options, in place.
+
+    On CUDA one kernel reads and writes everything once: 28 bytes for a float32 parameter, 30 with a bfloat16
+    ``copy_out``. Elsewhere, and for other dtypes, plain torch operations do it. Nothing here waits for the device.
+
+    Args:
+        parts: pieces of the same five tensors.
+        scaling: numbers that gradients are scaled by.
+        copy_out: laid out like the parameters, of any dtype; gets the new values.
+    """
+    if not parts:
+        return
+    memory = parts[0][0]
+    if memory.param.is_cuda and {memory.param.dtype, memory.grad.dtype} <= set(KERNEL_DTYPES):
+        from zcompile.runtime.kernels.adamw import Launch  # Triton is imported where it is used
+
+        segments = tuple(part for part, _ in parts)
+        launch = memory.launches.get(segments)
+        if launch is None:
+            launch = memory.launches[segments] = Launch(segments)
+        launch.set_options([options for _, options in parts])
+        launch.run(scaling, copy_out)
+        return
+    for segments, options in parts:
+        adamw_(segments, options, scaling)
+        if copy_out is not None:
+            for segment in segments.table:
+                piece = slice(segment.param_start, segment.param_start + segment.numel)
+                copy_out[piece].copy_(segments.param[piece])
+
+
+def adamw_(pieces: Segments | Iterable[Operands], options: AdamWOptions, scaling: Scaling = UNSCALED) -> None:
     """Update parameters and moments in place; the operations and their order are those of ``torch.optim.AdamW``.
 
     Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2; the maxima are those of Reddi,
-    Kale and Kumar, On the Convergence of Adam and Beyond (2018).
+    Kale and Kumar, On the Convergence of Adam and Beyond (2018). A gradient of another dtype is cast.
     """
-    step_size = options.lr / (1 - options.beta1**options.step)
-    root_correction = math.sqrt(1 - options.beta2**options.step)
+    step_size, root_correction = options.step_size, options.root_correction
     for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq in pieces:
+        grad = scaling.apply(grad).to(exp_avg.dtype)
         if options.maximize:
             grad = -grad
         param.mul_(1 - options.lr * options.weight_decay)

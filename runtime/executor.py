@@ -95,7 +95,9 @@ class Executor:
             started = self.collectives.all_gather(outputs, sends, ins.label)
         else:
             if self.local_gradients.pending:
-                sends = [self.local_gradients.take(name, t) if name else t for name, t in zip(ins.grads, sends, strict=True)]
+                sends = [
+                    self.local_gradients.take(name, t) if name else t for name, t in zip(ins.grads, sends, strict=True)
+                ]
             outputs = self._gradient_memory(ins)
             if ins.op == "reduce_scatter":
                 started = self.collectives.reduce_scatter(outputs, sends, description=ins.label)
@@ -113,7 +115,10 @@ class Executor:
             casts = [torch.empty(s.shape, dtype=dtype) for s in shards]
         else:
             rank = self.shards.mesh.rank
-            casts = [o.view(-1)[rank * s.numel() : (rank + 1) * s.numel()].view(s.shape) for s, o in zip(shards, outputs, strict=True)]
+            casts = [
+                o.view(-1)[rank * s.numel() : (rank + 1) * s.numel()].view(s.shape)
+                for s, o in zip(shards, outputs, strict=True)
+            ]
         compat.foreach_copy(casts, shards)
         return casts
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zcompile.errors import OptimizerError
-from zcompile.runtime.adamw_update import AdamWOptions, adamw_
+from zcompile.runtime.adamw_update import AdamWOptions, adamw_, update
 from zcompile.runtime.moments import Cell, MomentArena
 from zcompile.runtime.shards import ParameterShards, Slot, local_of, placement_problem
 
@@ -156,8 +156,12 @@ class AdamW(Optimizer):
                 else:
                     self._plans[number] = plan
             for arena, positions in plan.flat:
-                for count, together in arena.advance(positions):
-                    adamw_(arena.segments(together, group["amsgrad"]), _options(group, count))
+                update(
+                    [
+                        (arena.segments(together, group["amsgrad"]), _options(group, count))
+                        for count, together in arena.advance(positions)
+                    ]
+                )
             for parameter in plan.single:
                 self._step_single(group, parameter)
         return loss

@@ -25,7 +25,9 @@ class StepRunner:
         local_only: inside ``no_sync``: backwards keep their gradients on this rank.
     """
 
-    def __init__(self, shards: ParameterShards, executor: Executor, agreement: Agreement, buffer_of: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self, shards: ParameterShards, executor: Executor, agreement: Agreement, buffer_of: Callable[[str], Tensor]
+    ) -> None:
         self.shards = shards
         self.executor = executor
         self.agreement = agreement
@@ -51,7 +53,9 @@ class StepRunner:
         outputs = _Step.apply(self, step, constants, len(inputs), *inputs, *parameters)
         return list(outputs)
 
-    def run_forward(self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[list[Any], SavedValues]:
+    def run_forward(
+        self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[list[Any], SavedValues]:
         """The output leaves, and what backward needs by name."""
         program = step.forward
         self.agreement.event(f"forward ({step.label})", step.forward_sequence)
@@ -180,7 +184,14 @@ class _Step(torch.autograd.Function):
     """The step as autograd sees it: inputs and parameters in, output leaves out."""
 
     @staticmethod
-    def forward(ctx: Any, runner: StepRunner, step: StepProgram, constants: Mapping[str, Tensor], num_inputs: int, *tensors: Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any,
+        runner: StepRunner,
+        step: StepProgram,
+        constants: Mapping[str, Tensor],
+        num_inputs: int,
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
         outputs, saved = runner.run_forward(step, constants, tensors[:num_inputs])
         ctx.runner, ctx.step, ctx.saved, ctx.num_inputs = runner, step, saved, num_inputs
         ctx.types = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.differentiable}
@@ -205,7 +216,9 @@ class _Step(torch.autograd.Function):
                 )
         keep = compat.keeps_graph()
         if ctx.saved is None:
-            raise BackwardError("backward runs a second time through a step whose values were freed; pass retain_graph=True to the first backward")
+            raise BackwardError(
+                "backward runs a second time through a step whose values were freed; pass retain_graph=True to the first backward"
+            )
         saved, ctx.saved = ctx.saved, ctx.saved if keep else None
         given = list(tangents)
         for index, (shape, dtype, device) in ctx.types.items():

@@ -88,7 +88,12 @@ def compile(
         ShardingError: a parameter that cannot be taken over.
         RankError: ranks have different models or options, or one is missing.
     """
-    for name, value in {"recompute": recompute, "offload": offload, "memory_budget": memory_budget, "debug_nonfinite": debug_nonfinite or None}.items():
+    for name, value in {
+        "recompute": recompute,
+        "offload": offload,
+        "memory_budget": memory_budget,
+        "debug_nonfinite": debug_nonfinite or None,
+    }.items():
         if value is not None:
             raise ConfigError(f"{name}={value!r} is not supported in this version; leave it out")
     if isinstance(model, CompiledModule):
@@ -119,10 +124,18 @@ def compile(
         raise
 
 
-def _take_over(model: nn.Module, config: Config, pipeline: Pipeline, mesh: Mesh, agreement: Agreement, label: str) -> CompiledModule:
+def _take_over(
+    model: nn.Module, config: Config, pipeline: Pipeline, mesh: Mesh, agreement: Agreement, label: str
+) -> CompiledModule:
     specs = parameter_specs(model, config, mesh.size)
     agreement.compare("the parameters", "\n".join(_describe(s) for s in specs))
-    agreement.compare("the options", "\n".join(f"{f.name} = {getattr(config, f.name)!r}" for f in dataclasses.fields(config) if f.name != "timeout"))
+    agreement.compare(
+        "the options",
+        "\n".join(f"{f.name} = {getattr(config, f.name)!r}" for f in dataclasses.fields(config) if f.name != "timeout"),
+    )
+    collectives = Collectives(mesh, agreement)
+    if mesh.is_distributed:
+        mesh.starter = collectives  # what the shards gather and broadcast is watched, too
     shards = ParameterShards(specs, mesh)
     named = dict(model.named_parameters(remove_duplicate=False))
     replaced = adopt(shards, {s.name: named[s.name] for s in specs}, sync_init=config.sync_init)
@@ -131,7 +144,7 @@ def _take_over(model: nn.Module, config: Config, pipeline: Pipeline, mesh: Mesh,
     install(shards, model)
     repoint(shards, replaced)
     watch_optimizers(shards)
-    executor = Executor(shards, Collectives(mesh, agreement), Buffers(mesh.device))
+    executor = Executor(shards, collectives, Buffers(mesh.device))
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
 
     def param_type(name: str) -> ParamType:
@@ -154,7 +167,11 @@ def parameter_specs(model: nn.Module, config: Config, world_size: int) -> list[P
         p = params[key]
         dtype = torch.float32 if config.compute_dtype is not None and p.is_floating_point() else p.dtype
         ignored = any(fnmatchcase(n, pattern) for n in (first, *aliases) for pattern in config.ignore)
-        dim = choose_shard_dim(p.shape, dtype, world_size, stage=config.stage, ignored=ignored) if world_size > 1 else None
+        dim = (
+            choose_shard_dim(p.shape, dtype, world_size, stage=config.stage, ignored=ignored)
+            if world_size > 1
+            else None
+        )
         specs.append(ParamSpec(first, tuple(aliases), tuple(p.shape), dtype, p.requires_grad, dim, world_size))
     return specs
 
@@ -170,7 +187,9 @@ def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipel
     if given is None:
         pipeline = passes.default_pipeline(config, size=mesh.size, axis=mesh.axis)
     elif config.policy != "prefetch":
-        raise ConfigError(f"pipeline and policy={config.policy!r} are both given; a pipeline contains its schedule passes")
+        raise ConfigError(
+            f"pipeline and policy={config.policy!r} are both given; a pipeline contains its schedule passes"
+        )
     else:
         pipeline = passes.parse(given) if isinstance(given, str) else given
     pipeline.check()
@@ -181,7 +200,9 @@ def _device(model: nn.Module) -> torch.device:
     """The device of the model; of a ``meta`` model, where it will run."""
     devices = {p.device for p in model.parameters() if not p.is_meta}
     if len(devices) > 1:
-        raise ShardingError(f"parameters are on {', '.join(sorted(map(str, devices)))}; move the whole model to one device first")
+        raise ShardingError(
+            f"parameters are on {', '.join(sorted(map(str, devices)))}; move the whole model to one device first"
+        )
     if devices:
         return devices.pop()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

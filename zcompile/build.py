@@ -11,8 +11,8 @@ from zcompile.capture.joint import Captured
 from zcompile.capture.split import split
 from zcompile.errors import ConfigError
 from zcompile.ir.graph import Grad, Graph, Region, Step
-from zcompile.lower.inductor import compile_region
 from zcompile.lower import interpret
+from zcompile.lower.inductor import compile_region
 from zcompile.lower.program import lower_program
 from zcompile.passes.zero.reduce import Reduce
 from zcompile.pipeline import Dump, Facts, History, Pipeline
@@ -21,7 +21,10 @@ from zcompile.verify.ranks import collective_sequence
 from zcompile.verify.verifier import Verifier
 
 #: how a region becomes something that runs, by the name of the backend
-BACKENDS: dict[str, Callable[[Region], Any]] = {"eager": lambda region: interpret.build(region.fx), "inductor": compile_region}
+BACKENDS: dict[str, Callable[[Region], Any]] = {
+    "eager": lambda region: interpret.build(region.fx),
+    "inductor": compile_region,
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class Built:
     program: StepProgram
 
 
-def build(captured: Captured, pipeline: Pipeline, verifier: Verifier, backend: str, *, label: str, dump: Dump | None = None) -> Built:
+def build(
+    captured: Captured, pipeline: Pipeline, verifier: Verifier, backend: str, *, label: str, dump: Dump | None = None
+) -> Built:
     """Run the pipeline on a capture and lower the result.
 
     Args:
@@ -90,7 +95,10 @@ def _program(captured: Captured, step: Step, local: Graph | None, backend: str, 
             bodies[prefix + name] = BACKENDS[backend](region)
         program = lower_program(graph)
         return dataclasses.replace(
-            program, instructions=tuple(dataclasses.replace(i, body=prefix + i.body) if hasattr(i, "body") else i for i in program.instructions)
+            program,
+            instructions=tuple(
+                dataclasses.replace(i, body=prefix + i.body) if hasattr(i, "body") else i for i in program.instructions
+            ),
         )
 
     backward = step.backward
@@ -106,5 +114,7 @@ def _program(captured: Captured, step: Step, local: Graph | None, backend: str, 
         num_outputs=captured.num_outputs,
         differentiable=tuple(captured.differentiable),
         detached={i: captured.output_names[i] for i in captured.detached},
-        trainable=() if backward is None else tuple(role.name for _, role in backward.outputs if isinstance(role, Grad)),
+        trainable=()
+        if backward is None
+        else tuple(role.name for _, role in backward.outputs if isinstance(role, Grad)),
     )

@@ -52,6 +52,29 @@ def quiet_fake_kernels() -> Iterator[None]:
         logger.disabled = was
 
 
+def flatten_node(value: Any) -> list[Any] | None:
+    """The children of a value whose type is registered as a pytree node; None for any other value."""
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    return None if node is None else list(node.flatten_fn(value)[0])
+
+
+def unflatten_node(like: Any, children: list[Any]) -> Any:
+    """A value like ``like``, of a registered pytree type, with other children."""
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES[type(like)]
+    return node.unflatten_fn(children, node.flatten_fn(like)[1])
+
+
+def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
+    """What ``Module.load_state_dict`` returns."""
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    return _IncompatibleKeys(missing, unexpected)
+
+
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
     """What a fake run raises where the program depends on tensor values."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -131,7 +154,9 @@ def output_kind(info: Any) -> str:
 # Split. ---------------------------------------------------------------------------------------------------------------
 
 
-def min_cut_split(joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: list[int], fake_mode: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def min_cut_split(
+    joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: list[int], fake_mode: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The min-cut partitioner on a pure joint graph, with rank-independent decisions.
 
     Args:
@@ -425,13 +450,17 @@ def _check_capture() -> None:
     d = aot_descriptors()
     inputs = [n.meta["desc"] for n in joint.graph_module.graph.nodes if n.op == "placeholder"]
     kinds = {type(i) for i in inputs}
-    assert kinds == {d.ParamAOTInput, d.BufferAOTInput, d.PlainAOTInput, d.TangentAOTInput}, f"placeholder descriptors are {kinds}"
+    assert kinds == {d.ParamAOTInput, d.BufferAOTInput, d.PlainAOTInput, d.TangentAOTInput}, (
+        f"placeholder descriptors are {kinds}"
+    )
     assert {i.target for i in inputs if isinstance(i, d.ParamAOTInput)} == {"linear.weight", "linear.bias"}
     outputs = {type(o) for o in next(n for n in reversed(joint.graph_module.graph.nodes)).meta["desc"]}
     assert {d.InputMutationAOTOutput, d.PlainAOTOutput, d.GradAOTOutput} <= outputs, f"output descriptors are {outputs}"
     assert output_kind(aot_metadata(joint).output_info[0]) == "fresh"
     targets = {n.target for n in joint.graph_module.graph.nodes}
-    assert torch.ops.aten.native_dropout.default in targets, "dropout was decomposed: fallback_random no longer keeps it whole"
+    assert torch.ops.aten.native_dropout.default in targets, (
+        "dropout was decomposed: fallback_random no longer keeps it whole"
+    )
 
 
 def _check_split_and_inductor() -> None:
@@ -476,7 +505,11 @@ def _check_autograd() -> None:
 
 
 def _check_operators() -> None:
-    mm, split, save = torch.ops.aten.mm.default, torch.ops.aten.split.Tensor, higher_order_operator("run_and_save_rng_state")
+    mm, split, save = (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.split.Tensor,
+        higher_order_operator("run_and_save_rng_state"),
+    )
     assert is_overload(mm) and not is_overload(save)
     assert is_higher_order(save) and not is_higher_order(mm)
     names = (mm.name(), split.name(), save.name())
@@ -486,6 +519,8 @@ def _check_operators() -> None:
 
 
 def _check_fake() -> None:
+    assert flatten_node([1, 2]) == [1, 2] and flatten_node(3) is None and unflatten_node((1,), [2]) == (2,)
+    assert incompatible_keys(["a"], []).missing_keys == ["a"]
     with new_fake_mode():
         value = torch.empty(2)
     assert is_fake(value) and not is_fake(torch.empty(2))

@@ -44,7 +44,9 @@ class Config:
         if self.reduce_dtype is not None:
             _one_of("reduce_dtype", self.reduce_dtype, tuple(_SPECS))
         if self.gradient_accumulation_steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; it must be at least 1")
+            raise ConfigError(
+                f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; it must be at least 1"
+            )
         if self.max_captures < 1:
             raise ConfigError(f"max_captures is {self.max_captures}; it must be at least 1")
         if self.timeout <= 0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zcompile import compat
 from zcompile.build import Graphs
 from zcompile.config import Config
 from zcompile.errors import ConfigError, ShardingError, StateError
@@ -32,9 +33,22 @@ class CompiledModule(nn.Module):
     def __init__(self, original: nn.Module, config: Config, pipeline: Pipeline, session: Session) -> None:
         super().__init__()
         own = self.__dict__
-        for table in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for table in (
+            "_parameters",
+            "_buffers",
+            "_modules",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_backward_hooks",
+            "_backward_pre_hooks",
+        ):
             own[table] = original.__dict__[table]
-        for extra in ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_non_persistent_buffers_set"):
+        for extra in (
+            "_forward_hooks_with_kwargs",
+            "_forward_hooks_always_called",
+            "_forward_pre_hooks_with_kwargs",
+            "_non_persistent_buffers_set",
+        ):
             own[extra] = original.__dict__[extra]
         own["original"] = original
         own["config"] = config
@@ -85,7 +99,11 @@ class CompiledModule(nn.Module):
         shards = self._session.runner.shards
         names = {n for n, _ in self.original.named_parameters(remove_duplicate=False)}
         wanted = list(nn.Module.state_dict(self))
-        buffers = {n: b.detach().clone() for n, b in self.original.named_buffers(remove_duplicate=False) if n in wanted and n not in names}
+        buffers = {
+            n: b.detach().clone()
+            for n, b in self.original.named_buffers(remove_duplicate=False)
+            if n in wanted and n not in names
+        }
         broadcast(shards.mesh, list(buffers.values()))
         full = state.full_state_dict(shards, buffers)
         return {n: full[n] for n in wanted if n in full}
@@ -102,11 +120,17 @@ class CompiledModule(nn.Module):
         given = dict(state_dict)
         for spec in shards.specs.values():
             for name in spec.names:
-                if given.get(name) is shards.parameter(spec.name) or _is_own_shard(given.get(name), shards.parameter(spec.name)):
+                if given.get(name) is shards.parameter(spec.name) or _is_own_shard(
+                    given.get(name), shards.parameter(spec.name)
+                ):
                     shards.mark_filled(spec.name)
                     for alias in spec.names:
                         given.pop(alias, None)
-        loaded = [s.name for s in shards.specs.values() if not any(n in given for n in s.names) and s.name not in shards.unfilled()]
+        loaded = [
+            s.name
+            for s in shards.specs.values()
+            if not any(n in given for n in s.names) and s.name not in shards.unfilled()
+        ]
         missing, others = state.load_full_state(shards, given, strict=False)
         missing = [n for n in missing if n not in loaded or not any(a in state_dict for a in shards.specs[n].names)]
         buffers = dict(self.original.named_buffers(remove_duplicate=False))
@@ -114,9 +138,11 @@ class CompiledModule(nn.Module):
         saved = set(nn.Module.state_dict(self))
         missing += [n for n in buffers if n in saved and n not in state_dict]
         if strict and (missing or unexpected):
-            raise StateError(f"state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to load what fits")
+            raise StateError(
+                f"state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to load what fits"
+            )
         self._load_buffers({n: given[n] for n in others if n in buffers}, buffers)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return compat.incompatible_keys(missing, unexpected)
 
     @torch.no_grad()
     def _load_buffers(self, values: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:

@@ -97,7 +97,12 @@ class Entry:
         parts = []
         for old, new in zip(self.before_graphs, self.after_graphs, strict=True):
             lines = unified_diff(
-                str(old).splitlines(), str(new).splitlines(), f"{old.name} before {self.name}", f"{new.name} after", lineterm="", n=2
+                str(old).splitlines(),
+                str(new).splitlines(),
+                f"{old.name} before {self.name}",
+                f"{new.name} after",
+                lineterm="",
+                n=2,
             )
             parts.extend(lines)
         return "\n".join(parts)
@@ -165,14 +170,19 @@ class Pipeline:
         step_seen = ""
         for index, p in enumerate(self.passes):
             if isinstance(p, JointPass) and step_seen:
-                raise PipelineError(f"pass {index} '{p.name}' works on the joint graph but comes after '{step_seen}', which works on the split step; move it to the front")
+                raise PipelineError(
+                    f"pass {index} '{p.name}' works on the joint graph but comes after '{step_seen}', which works on the "
+                    "split step; move it to the front"
+                )
             if isinstance(p, StepPass):
                 step_seen = p.name
             for fact in sorted(p.requires - have, key=lambda f: f.value):
                 raise PipelineError(f"pass {index} '{p.name}' requires {fact.value}, which no earlier pass establishes")
             have = (have - p.breaks) | p.establishes
 
-    def run_joint(self, graph: Graph, verifier: Verifier, dump: Dump | None = None, facts: Facts | None = None) -> History:
+    def run_joint(
+        self, graph: Graph, verifier: Verifier, dump: Dump | None = None, facts: Facts | None = None
+    ) -> History:
         """Run the joint passes on ``graph``, in place."""
         return _run(self.joint, graph, [graph], verifier, dump, {} if facts is None else facts)
 
@@ -201,7 +211,9 @@ class Dump:
         self.count += 1
 
 
-def _run(passes: Sequence[Pass[Any]], target: Any, graphs: list[Graph], verifier: Verifier, dump: Dump | None, facts: Facts) -> History:
+def _run(
+    passes: Sequence[Pass[Any]], target: Any, graphs: list[Graph], verifier: Verifier, dump: Dump | None, facts: Facts
+) -> History:
     history = History()
     interface = Interface.of(target)
     before = tuple(g.copy() for g in graphs)
@@ -230,7 +242,9 @@ def _explain(error: ZCompileError, p: Pass[Any], before: tuple[Graph, ...], dump
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"failed_{p.name}_before.txt"
     path.write_text("\n".join(str(g) for g in before) + "\n")
-    error.add_note(f"in pass '{p}'; the graph before it is in {path}; replay: python -m zcompile opt {path} --run '{p}'")
+    error.add_note(
+        f"in pass '{p}'; the graph before it is in {path}; replay: python -m zcompile opt {path} --run '{p}'"
+    )
 
 
 # Specs. ---------------------------------------------------------------------------------------------------------------
@@ -271,7 +285,9 @@ def _parse_pass(text: str, known: Mapping[str, type[Pass[Any]]]) -> Pass[Any]:
 
 
 def _print_option(value: Any) -> str:
-    return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    return (
+        {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
 
 
 def parse_option(text: str) -> Any:

@@ -32,7 +32,15 @@ class Session:
         latest: the capture that ran last; None before the first call.
     """
 
-    def __init__(self, model: nn.Module, config: Config, pipeline: Pipeline, runner: StepRunner, param_type: Callable[[str], ParamType], name: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        pipeline: Pipeline,
+        runner: StepRunner,
+        param_type: Callable[[str], ParamType],
+        name: str,
+    ) -> None:
         self.model = model
         self.config = config
         self.pipeline = pipeline
@@ -59,13 +67,19 @@ class Session:
         signature = make_signature(tensors, structure, training, self._autocast(), self._fingerprint)
         built = self._built.get(signature)
         if built is None:
-            call = Call(tensors, structure, training, signature.autocast, self.config.compute_dtype, self.config.differentiable)
+            call = Call(
+                tensors, structure, training, signature.autocast, self.config.compute_dtype, self.config.differentiable
+            )
             built = self._capture(signature, call)
         self.latest = built
         outputs = self.runner.forward(built.program, built.captured.constants, tensors)
         for index, alias in built.captured.aliases.items():
             base = tensors[alias.input_index]
-            outputs[index] = base if alias.size is None else base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
+            outputs[index] = (
+                base
+                if alias.size is None
+                else base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
+            )
         return rebuild(built.captured.structure, outputs)
 
     def _autocast(self) -> torch.dtype | None:
@@ -80,7 +94,9 @@ class Session:
             )
         for name, b in self.model.named_buffers():
             if b.is_meta:
-                raise UnfilledError(f"buffer '{name}' has no value yet; fill it with model.load_state_dict, or assign it")
+                raise UnfilledError(
+                    f"buffer '{name}' has no value yet; fill it with model.load_state_dict, or assign it"
+                )
         self._unfilled = False
 
     def _capture(self, signature: Signature, call: Call) -> Built:
@@ -93,8 +109,9 @@ class Session:
             )
         if self.runner.shards.mesh.rank == 0:
             log.info("capture %d of %s: %s", number + 1, self.name, reason)
-        params = {id(p): self._param_type(spec.name) for spec in self.runner.shards.specs.values() for p in [self.runner.shards.parameter(spec.name)]}
-        label = "train" if signature.training and self.model.training else "eval" if not self.model.training else "train, no_grad"
+        shards = self.runner.shards
+        params = {id(shards.parameter(name)): self._param_type(name) for name in shards.specs}
+        label = ("train" if self.model.training else "eval") + ("" if signature.training else ", no_grad")
         try:
             with _rng_untouched(self.runner.shards.mesh.device):
                 captured = capture(self.model, call, params, self.runner.shards.mesh.device, self.name)
@@ -110,7 +127,9 @@ class Session:
 
     def _nearest(self, signature: Signature) -> Signature:
         """The capture that differs least, so that the reason is the interesting one."""
-        return min(self._built, key=lambda s: sum(getattr(s, f) != getattr(signature, f) for f in s.__dataclass_fields__))
+        return min(
+            self._built, key=lambda s: sum(getattr(s, f) != getattr(signature, f) for f in s.__dataclass_fields__)
+        )
 
 
 @contextlib.contextmanager

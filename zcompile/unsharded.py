@@ -51,7 +51,9 @@ def unsharded(module: nn.Module, shards: ParameterShards, modifier_rank: int | N
         return
     size = shards.mesh.size
     if modifier_rank is not None and not 0 <= modifier_rank < size:
-        raise ShardingError(f"modifier_rank is {modifier_rank}; it must be None or one of the {size} ranks, 0 to {size - 1}")
+        raise ShardingError(
+            f"modifier_rank is {modifier_rank}; it must be None or one of the {size} ranks, 0 to {size - 1}"
+        )
     full = put_full(module, shards)
     try:
         yield
@@ -59,7 +61,9 @@ def unsharded(module: nn.Module, shards: ParameterShards, modifier_rank: int | N
     finally:
         put_shards(module, shards)
     if problem:
-        raise ShardingError(f"{problem} inside unsharded(); change values in place, and the structure only after zcompile.unwrap(model)")
+        raise ShardingError(
+            f"{problem} inside unsharded(); change values in place, and the structure only after zcompile.unwrap(model)"
+        )
     if modifier_rank is not None:
         with torch.no_grad():
             for name, value in full.items():
@@ -68,7 +72,7 @@ def unsharded(module: nn.Module, shards: ParameterShards, modifier_rank: int | N
 
 
 def _changed_structure(module: nn.Module, shards: ParameterShards, full: dict[str, nn.Parameter]) -> str:
-    now = {name: p for name, p in module.named_parameters(remove_duplicate=False)}
+    now = dict(module.named_parameters(remove_duplicate=False))
     known = {name: spec for spec in shards.specs.values() for name in spec.names}
     if extra := sorted(now.keys() ^ known.keys()):
         return f"parameters were added or removed: {', '.join(extra[:5])}"

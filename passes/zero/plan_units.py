@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import fx
@@ -105,6 +106,7 @@ def _sink_chains(graph: Graph, chains: dict[fx.Node, fx.Node], stats: Stats) -> 
             last_region = _known(reader)
         if any(n in chains for n in reader.all_input_nodes):
             region = last_region
-            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda n: copy(n, reader, region))
+            local = partial(copy, reader=reader, region=region)
+            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), local)
     for node in reversed(chains):
         graph.fx.erase_node(node)

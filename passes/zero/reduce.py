@@ -16,6 +16,7 @@ from zcompile.ir.types import FLOATS
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
 
+
 @dataclass(frozen=True)
 class Reduce(StepPass):
     """Reduce each unit's gradients as soon as the last of them is ready.
@@ -54,14 +55,29 @@ class Reduce(StepPass):
         ((axis, size),) = target.backward.axes.items()
         if size > 1:
             params = {param.name: param for graph in target.graphs for _, param in graph.params()}
-            _Reducer(target.backward, params, axis, size, None if self.dtype is None else FLOATS[self.dtype], self.local, stats).run()
+            _Reducer(
+                target.backward,
+                params,
+                axis,
+                size,
+                None if self.dtype is None else FLOATS[self.dtype],
+                self.local,
+                stats,
+            ).run()
 
 
 class _Reducer:
     """Reductions of one backward graph."""
 
     def __init__(
-        self, graph: Graph, params: dict[str, Param], axis: str, size: int, dtype: torch.dtype | None, local: bool, stats: Stats
+        self,
+        graph: Graph,
+        params: dict[str, Param],
+        axis: str,
+        size: int,
+        dtype: torch.dtype | None,
+        local: bool,
+        stats: Stats,
     ) -> None:
         self.graph = graph
         self.params = params
@@ -86,7 +102,9 @@ class _Reducer:
         ready = {key: max(self._ready(outputs[i][0]) for i in indices) for key, indices in groups.items()}
         for key in sorted(groups, key=lambda k: ready[k]):
             indices = groups[key]
-            reduced = self._reduce_unit(key[0], key[2], [(outputs[i][0], self._param(outputs[i][1])) for i in indices], ready[key])
+            reduced = self._reduce_unit(
+                key[0], key[2], [(outputs[i][0], self._param(outputs[i][1])) for i in indices], ready[key]
+            )
             for i, value in zip(indices, reduced, strict=True):
                 outputs[i] = (value, outputs[i][1])
         self.graph.set_outputs(outputs)

@@ -61,7 +61,11 @@ class Shard(StepPass):
     def _place(self, graph: Graph, node: fx.Node, param: Param, start: fx.Node, stats: Stats) -> None:
         full = meta.tensor(node)
         dim = choose_shard_dim(
-            param.shape, full.dtype, self.size, stage=self.stage, ignored=any(fnmatchcase(param.name, p) for p in self.ignore.split("|"))
+            param.shape,
+            full.dtype,
+            self.size,
+            stage=self.stage,
+            ignored=any(fnmatchcase(param.name, p) for p in self.ignore.split("|")),
         )
         if dim is None or self.size == 1:
             meta.set_origin(node, replace(param, placement="replicate"))

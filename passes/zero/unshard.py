@@ -156,7 +156,9 @@ class _Scheduler:
     def keep(self, keys: frozenset[_Key]) -> None:
         """Return these gathered parameters to backward."""
         outputs = self.graph.outputs
-        self.graph.set_outputs(outputs + [(self.gathered[key], Kept(_kept_name(key))) for key in self.gathered if key in keys])
+        self.graph.set_outputs(
+            outputs + [(self.gathered[key], Kept(_kept_name(key))) for key in self.gathered if key in keys]
+        )
         self.stats["parameters kept for backward"] += len(keys)
 
     def release(self, keep: frozenset[_Key]) -> None:

@@ -67,7 +67,9 @@ def plan_units(params: Iterable[tuple[str, int]], min_bytes: int) -> list[Unit]:
         unit = Unit(key, tuple(n for n, _ in members), sum(s for _, s in members), repeated)
         last = units[-1] if units else None
         if last is not None and last.repeated == repeated and (last.num_bytes < min_bytes or _tiny_beside(last, unit)):
-            units[-1] = Unit(f"{last.name}+{unit.name}", last.params + unit.params, last.num_bytes + unit.num_bytes, repeated)
+            units[-1] = Unit(
+                f"{last.name}+{unit.name}", last.params + unit.params, last.num_bytes + unit.num_bytes, repeated
+            )
         else:
             units.append(unit)
     return units

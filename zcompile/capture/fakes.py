@@ -16,7 +16,10 @@ from zcompile.errors import CaptureError
 
 @contextlib.contextmanager
 def fake_state(
-    model: nn.Module, mode: Any, param_types: Mapping[int, tuple[tuple[int, ...], torch.dtype, bool]], device: torch.device
+    model: nn.Module,
+    mode: Any,
+    param_types: Mapping[int, tuple[tuple[int, ...], torch.dtype, bool]],
+    device: torch.device,
 ) -> Iterator[dict[int, str]]:
     """Replace every parameter and buffer of ``model`` by a fake one of full size while the context is open.
 
@@ -50,7 +53,9 @@ def fake_state(
             table[name] = tensor
 
 
-def _fake(tensor: torch.Tensor, mode: Any, param_type: tuple[tuple[int, ...], torch.dtype, bool] | None, device: torch.device) -> Any:
+def _fake(
+    tensor: torch.Tensor, mode: Any, param_type: tuple[tuple[int, ...], torch.dtype, bool] | None, device: torch.device
+) -> Any:
     with mode:
         if param_type is not None:
             shape, dtype, requires_grad = param_type

@@ -16,7 +16,21 @@ from zcompile.capture.fakes import eager_run, fake_inputs, fake_state, first_lin
 from zcompile.capture.tree import Path, Structure, build, fetch, flatten
 from zcompile.errors import CaptureError, ConfigError
 from zcompile.ir import meta
-from zcompile.ir.graph import Buffer, Direction, Grad, Graph, Input, InputGrad, InputMutation, Mutation, Origin, Output, Param, Role, Tangent
+from zcompile.ir.graph import (
+    Buffer,
+    Direction,
+    Grad,
+    Graph,
+    Input,
+    InputGrad,
+    InputMutation,
+    Mutation,
+    Origin,
+    Output,
+    Param,
+    Role,
+    Tangent,
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,9 @@ def cast_inputs(leaves: Sequence[torch.Tensor], dtype: torch.dtype | None) -> li
     return list(leaves) if dtype is None else [t.to(dtype) if t.is_floating_point() else t for t in leaves]
 
 
-def capture(model: nn.Module, call: Call, params: Mapping[int, ParamType], device: torch.device, name: str = "model") -> Captured:
+def capture(
+    model: nn.Module, call: Call, params: Mapping[int, ParamType], device: torch.device, name: str = "model"
+) -> Captured:
     """Capture ``model`` for one call.
 
     Args:
@@ -185,7 +201,9 @@ def check_capturable(model: nn.Module) -> None:
                 "needs as an output of forward, or register it on the whole model"
             )
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise CaptureError(f"module '{path}' is an embedding with sparse=True; sparse gradients cannot be reduced: set sparse=False")
+            raise CaptureError(
+                f"module '{path}' is an embedding with sparse=True; sparse gradients cannot be reduced: set sparse=False"
+            )
 
 
 def _canonical_names(model: nn.Module, params: Mapping[int, ParamType]) -> dict[str, str]:
@@ -208,7 +226,9 @@ def _plan_outputs(
     names = [_path_name(p) for p in paths]
     for tensor, name in zip(tensors, names, strict=True):
         if param := fake_names.get(compat.storage_id(tensor)):
-            raise CaptureError(f"output {name} is parameter '{param}' or a view of it, which is sharded after this call; return a clone of it")
+            raise CaptureError(
+                f"output {name} is parameter '{param}' or a view of it, which is sharded after this call; return a clone of it"
+            )
     wanted = _differentiable(call, tensors, paths, names)
     detach = tuple(t.requires_grad and i not in wanted for i, t in enumerate(tensors))
     input_storages = {compat.storage_id(t) for t in leaves}
@@ -225,14 +245,18 @@ def _differentiable(call: Call, tensors: list[torch.Tensor], paths: list[Path], 
     """Indices of the outputs that may get a gradient (DESIGN: a float scalar called ``loss`` alone, else every float output)."""
     grads = {i for i, t in enumerate(tensors) if t.requires_grad}
     if call.differentiable is None:
-        losses = {i for i in grads if paths[i] and paths[i][0][1] == "loss" and len(paths[i]) == 1 and tensors[i].numel() == 1}
+        losses = {
+            i for i in grads if paths[i] and paths[i][0][1] == "loss" and len(paths[i]) == 1 and tensors[i].numel() == 1
+        }
         return losses or grads
     chosen: set[int] = set()
     for want in call.differentiable:
         found = {want} if isinstance(want, int) else {i for i, p in enumerate(paths) if p and p[0][1] == want}
         found &= set(range(len(tensors)))
         if not found:
-            raise ConfigError(f"differentiable={want!r} names no output; the outputs are {', '.join(names) or '(none)'}")
+            raise ConfigError(
+                f"differentiable={want!r} names no output; the outputs are {', '.join(names) or '(none)'}"
+            )
         chosen |= found
     return chosen & grads
 
@@ -254,13 +278,25 @@ def _dynamo(wrapper: _Wrapper, leaves: list[torch.Tensor]) -> fx.GraphModule:
 
 
 #: metadata that the split reads, and that our graphs keep
-_KEEP = ("val", "stack_trace", "partitioner_tag", "seq_nr", "recompute", "ac_graph_id", "is_gradient_acc", "autograd_backward", "custom")
+_KEEP = (
+    "val",
+    "stack_trace",
+    "partitioner_tag",
+    "seq_nr",
+    "recompute",
+    "ac_graph_id",
+    "is_gradient_acc",
+    "autograd_backward",
+    "custom",
+)
 
 
 class _Converter:
     """AOTAutograd's joint graph with descriptors -> our joint Graph with origins and roles."""
 
-    def __init__(self, joint: Any, canonical: Mapping[str, str], params: Mapping[str, ParamType], leaves: list[torch.Tensor]) -> None:
+    def __init__(
+        self, joint: Any, canonical: Mapping[str, str], params: Mapping[str, ParamType], leaves: list[torch.Tensor]
+    ) -> None:
         self.joint = joint
         self.module: fx.GraphModule = joint.graph_module
         self.canonical = canonical
@@ -311,7 +347,9 @@ class _Converter:
             return Input(desc.idx)
         if isinstance(desc, t.TangentAOTInput) and isinstance(desc.output, t.PlainAOTOutput):
             return Tangent(desc.output.idx)
-        raise CaptureError(f"the captured graph has an input that zcompile does not know: {desc}; please report the model")
+        raise CaptureError(
+            f"the captured graph has an input that zcompile does not know: {desc}; please report the model"
+        )
 
     def _placeholder(self, node: fx.Node, origin: Origin) -> fx.Node:
         text = {Param: "p", Buffer: "b", Input: "x", Tangent: "tangents"}[type(origin)]
@@ -329,7 +367,9 @@ class _Converter:
         for part in target.split("."):
             value = getattr(value, part)
         if not isinstance(value, torch.Tensor):
-            raise CaptureError(f"the captured graph calls a subgraph '{target}', which zcompile cannot take apart; avoid higher-order operators there")
+            raise CaptureError(
+                f"the captured graph calls a subgraph '{target}', which zcompile cannot take apart; avoid higher-order operators there"
+            )
         name = f"constant.{len(self.constants)}"
         self.constants[name] = value
         new = self.new.placeholder(name.replace(".", "_"))
@@ -343,7 +383,9 @@ class _Converter:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         if node.target in (torch.ops.aten.embedding.default,) and len(node.args) > 4 and node.args[4]:
-            raise CaptureError(f"an embedding with sparse gradients is used at {meta.source(node) or 'forward'}; set sparse=False")
+            raise CaptureError(
+                f"an embedding with sparse gradients is used at {meta.source(node) or 'forward'}; set sparse=False"
+            )
         new = self.new.node_copy(node, lambda n: self.env[n])
         new.meta = {k: node.meta[k] for k in _KEEP if k in node.meta}
         return new
@@ -392,8 +434,12 @@ class _Converter:
                 return Mutation(origin.name)
             if isinstance(origin, Input):
                 return InputMutation(origin.index)
-            raise CaptureError(f"forward writes to parameter '{getattr(origin, 'name', origin)}' in place; write to a buffer instead")
+            raise CaptureError(
+                f"forward writes to parameter '{getattr(origin, 'name', origin)}' in place; write to a buffer instead"
+            )
         if isinstance(desc, t.GradAOTOutput):
             origin = self._origin(desc.grad_of)
             return Grad(origin.name) if isinstance(origin, Param) else InputGrad(origin.index)  # type: ignore[union-attr]
-        raise CaptureError(f"the captured graph has an output that zcompile does not know: {desc}; please report the model")
+        raise CaptureError(
+            f"the captured graph has an output that zcompile does not know: {desc}; please report the model"
+        )

@@ -67,7 +67,11 @@ class Fingerprint:
         self._numbers: dict[tuple[Any, ...], int] = {}
         for module in self._modules:
             table = vars(module)
-            self._attributes += [(table, k) for k, v in table.items() if k != "training" and isinstance(v, _SCALARS) and not k.startswith("_")]
+            self._attributes += [
+                (table, k)
+                for k, v in table.items()
+                if k != "training" and isinstance(v, _SCALARS) and not k.startswith("_")
+            ]
 
     def modes(self) -> tuple[bool, ...]:
         """The train/eval flag of every module."""
@@ -89,7 +93,11 @@ def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def make_signature(
-    tensors: list[torch.Tensor], structure: Structure, training: bool, autocast: torch.dtype | None, fingerprint: Fingerprint
+    tensors: list[torch.Tensor],
+    structure: Structure,
+    training: bool,
+    autocast: torch.dtype | None,
+    fingerprint: Fingerprint,
 ) -> Signature:
     """The signature of a call."""
     return Signature(

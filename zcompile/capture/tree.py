@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from zcompile import compat
 
 #: one step from a container to a member: ``("item", key)``, ``("attr", name)`` or ``("pytree", index)``
 Access = tuple[str, Any]
 Path = tuple[Access, ...]
 
-_SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SCALARS = (
+    int,
+    float,
+    bool,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 @dataclass(frozen=True)
@@ -106,13 +119,19 @@ def build(structure: Structure, tensors: list[Any]) -> Any:
     like, values = structure.like, {access: build(member, tensors) for access, member in structure.members}
     if isinstance(like, tuple):
         items = list(values.values())
-        return type(like)(*items) if hasattr(like, "_fields") else tuple(items) if type(like) is tuple else type(like)(items)
+        return (
+            type(like)(*items)
+            if hasattr(like, "_fields")
+            else tuple(items)
+            if type(like) is tuple
+            else type(like)(items)
+        )
     if type(like) is list:
         return list(values.values())
     if type(like) is dict:
         return {key: v for (_, key), v in values.items()}
     if values and next(iter(values))[0] == "pytree":
-        return pytree.tree_unflatten(list(values.values()), _shallow_spec(like))
+        return compat.unflatten_node(like, list(values.values()))
     return _rebuild_object(like, values)
 
 
@@ -124,7 +143,7 @@ def fetch(value: Any, path: Path) -> Any:
         elif kind == "attr":
             value = getattr(value, key)
         else:
-            value = pytree.tree_flatten(value, is_leaf=_is_child_of(value))[0][key]
+            value = compat.flatten_node(value)[key]
     return value
 
 
@@ -136,22 +155,13 @@ def _members(v: Any) -> list[tuple[Access, Any]] | None:
         return [(("item", i), item) for i, item in enumerate(v)]
     if isinstance(v, Mapping):
         return [(("item", key), item) for key, item in v.items()]
-    if type(v) in pytree.SUPPORTED_NODES:
-        children, _ = pytree.SUPPORTED_NODES[type(v)].flatten_fn(v)
+    if (children := compat.flatten_node(v)) is not None:
         return [(("pytree", i), child) for i, child in enumerate(children)]
     if isinstance(v, (type, ModuleType, FunctionType, torch.nn.Module, torch.Generator)) or callable(v):
         return None
     if hasattr(v, "__dict__") and vars(v):
         return [(("attr", name), item) for name, item in vars(v).items()]
     return None
-
-
-def _is_child_of(parent: Any) -> Callable[[Any], bool]:
-    return lambda v: v is not parent
-
-
-def _shallow_spec(like: Any) -> Any:
-    return pytree.tree_flatten(like, is_leaf=_is_child_of(like))[1]
 
 
 def _rebuild_object(like: Any, values: dict[Access, Any]) -> Any:

@@ -6,9 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from zcompile.ir import meta
 
@@ -44,11 +42,17 @@ def infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """The fake value of a call, from the fake values of the nodes in its arguments."""
 
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: meta.value(n))
-    mode = fake_mode_of([v for v in pytree.tree_leaves((fake_args, fake_kwargs)) if isinstance(v, torch.Tensor)])
+    mode = fake_mode_of(_leaves((fake_args, fake_kwargs)))
     if mode is None:
         return target(*fake_args, **fake_kwargs)
     with mode:
         return target(*fake_args, **fake_kwargs)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for v in value for leaf in _leaves(v)] if isinstance(value, (list, tuple)) else [value]
 
 
 def fake_mode_of(values: Sequence[Any]) -> Any:

@@ -10,7 +10,22 @@ from torch import fx
 from zcompile import ops
 from zcompile.errors import PassError
 from zcompile.ir import edit, meta
-from zcompile.ir.graph import Buffer, Grad, Graph, Input, InputGrad, InputMutation, Kept, Mutation, Origin, Output, Param, Role, Saved, Tangent
+from zcompile.ir.graph import (
+    Buffer,
+    Grad,
+    Graph,
+    Input,
+    InputGrad,
+    InputMutation,
+    Kept,
+    Mutation,
+    Origin,
+    Output,
+    Param,
+    Role,
+    Saved,
+    Tangent,
+)
 from zcompile.program import Call, Instruction, Port, Program, Release, Start, TensorType, Wait
 
 _KINDS: dict[type, str] = {
@@ -63,7 +78,9 @@ class _Lowering:
             elif node.target is ops.release:
                 self.instructions.append(Release(tuple(self.slots[n] for n in node.args[0])))  # type: ignore[union-attr]
             elif not edit.is_getitem(node) and node.target is not ops.cast:
-                raise PassError(f"node '{node.name}' computes outside of every region; end the pipeline's ZeRO passes with 'outline'")
+                raise PassError(
+                    f"node '{node.name}' computes outside of every region; end the pipeline's ZeRO passes with 'outline'"
+                )
         read: set[fx.Node] = set(self.graph.inputs)
         outputs = []
         for node, role in self.graph.outputs:
@@ -120,7 +137,9 @@ class _Lowering:
         grads = tuple(self.grads.get((wait, index), "") for index in range(len(outputs)))
         op = node.target._opname  # type: ignore[union-attr]
         inputs = tuple(self.slots[s] for s in sends)
-        self.instructions.append(Start(op, inputs, tuple(outputs), types, grads, cast, f"{op} {self._label(node)}", ticket))
+        self.instructions.append(
+            Start(op, inputs, tuple(outputs), types, grads, cast, f"{op} {self._label(node)}", ticket)
+        )
 
     def _before_cast(self, sends: list[fx.Node]) -> tuple[list[fx.Node], torch.dtype | None]:
         """What goes into a collective before its ``zc.cast``, which the runtime does into the collective's own buffers."""
@@ -135,7 +154,9 @@ class _Lowering:
     def _wait(self, node: fx.Node) -> None:
         start = node.args[0]
         assert isinstance(start, fx.Node)
-        self.instructions.append(Wait(self.tickets[node], self._frees(node, [s for s in start.args[0] if s in self.slots])))  # type: ignore[union-attr]
+        self.instructions.append(
+            Wait(self.tickets[node], self._frees(node, [s for s in start.args[0] if s in self.slots]))
+        )  # type: ignore[union-attr]
 
     def _label(self, node: fx.Node) -> str:
         """The units that a collective carries, for errors."""
