@@ -41,7 +41,8 @@ def inspect(stage: int, policy: str, only_diff: bool) -> None:
                 show(f"before {entry.spec}", entry.before)
             show(f"after {entry.spec}", entry.after if entry.after != entry.before else "(no change)")
             shown = entry.after
-        print(f"\n{entry.stats}")
+        if entry.stats:
+            print(f"\n{entry.stats}")
     print(f"\npipeline: {model.pipeline}")
 
 

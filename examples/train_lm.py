@@ -24,7 +24,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", help="a text file or a folder; default: the standard library's own text")
     parser.add_argument("--stage", type=int, default=3, choices=(0, 1, 2, 3))
     parser.add_argument("--policy", default="prefetch")
-    parser.add_argument("--backend", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--backend", choices=("eager", "inductor"), help="default: inductor on GPUs, else eager")
     parser.add_argument("--precision", choices=("bf16", "fp16"))
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--tied", action="store_true", help="one weight for the embedding and the head")
@@ -45,7 +45,8 @@ def train(args: argparse.Namespace, device: torch.device) -> float | None:
     """Train, report on rank 0, and return the largest relative loss difference of ``--check`` there."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     batches = Batches(read_bytes(args.data, args.max_mib * 2**20), args.batch, args.seq, args.seed)
-    options = dict(stage=args.stage, policy=args.policy, backend=args.backend, precision=args.precision)
+    backend = args.backend or ("inductor" if device.type == "cuda" else "eager")
+    options = dict(stage=args.stage, policy=args.policy, backend=backend, precision=args.precision)
     model = zcompile.compile(new_model(args, device), **options)
     optimizer = zcompile.optim.AdamW(model.parameters(), lr=args.lr)
     losses, held = [], {}

@@ -1,0 +1,59 @@
+"""Every example runs, at a tiny size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TINY = ["--steps", "4", "--batch", "2", "--seq", "16", "--hidden", "32", "--layers", "2", "--max-mib", "1"]
+
+
+def run(command: list[str]) -> str:
+    """Run Python with one thread on a CPU and return what it printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    result = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def train_lm(world_size: int, *options: str) -> dict[str, float]:
+    """The final JSON line of a tiny training run."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
+    output = run([*launch, str(EXAMPLES / "train_lm.py"), *TINY, "--check", "--json", *options])
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_train_lm_in_one_process(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    result = train_lm(1, "--data", str(tmp_path), "--tied", "--backend", "eager")
+    assert result["world_size"] == 1
+    assert result["check_max_rel_diff"] < 1e-5
+    assert result["bytes_per_rank"] == result["bytes_unsharded"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_train_lm_on_two_ranks() -> None:
+    result = train_lm(2, "--stage", "3", "--backend", "eager")
+    assert (result["stage"], result["world_size"], result["steps"]) == (3, 2, 4)
+    assert result["check_max_rel_diff"] < 1e-5
+    assert result["last_loss"] < result["first_loss"]
+    assert result["bytes_per_rank"] / result["bytes_unsharded"] < 0.52  # padding, and step counters, which are whole
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_inspect_graph() -> None:
+    output = run([str(EXAMPLES / "inspect_graph.py")])
+    for name in ("shard", "unshard", "reduce", "prefetch"):
+        assert f"{name}{{" in output
+    assert "zc.all_gather" in output and "zc.reduce_scatter" in output
