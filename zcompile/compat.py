@@ -6,6 +6,8 @@ When a new torch changes one of them, ``python -m zcompile doctor`` (and the tes
 from __future__ import annotations
 
 import contextlib
+import logging
+import warnings
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -102,8 +104,34 @@ def dynamo_capture(module: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-    with config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
+    logging_calls = {f for f in vars(logging.Logger).values() if callable(f)}  # they ran in the fake eager run
+    options = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "ignore_logging_functions": logging_calls}
+    with config.patch(options), warnings.catch_warnings(), _quiet("torch._dynamo.metrics_context"):
+        warnings.filterwarnings("ignore", message=".*found certain side effects.*")  # checked before, and refused by name
         return dynamo_graph_capture_for_export(module)(*args)
+
+
+@contextlib.contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Silence a logger: torch 2.11 cannot write a set of functions into its metrics and logs a traceback about it."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def is_attention(target: Any) -> bool:
+    """Whether a call in Dynamo's graph is ``scaled_dot_product_attention``."""
+    return target in (torch._C._nn.scaled_dot_product_attention, nn.functional.scaled_dot_product_attention)
+
+
+def is_random_call(target: Any) -> bool:
+    """Whether a call in Dynamo's graph draws random numbers."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return any(word in name for word in ("rand", "bernoulli", "dropout", "normal", "uniform", "exponential", "multinomial"))
 
 
 def dynamo_errors() -> tuple[type[BaseException], ...]:

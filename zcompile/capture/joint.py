@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from zcompile import compat
+from zcompile.capture.causal import recognise_causal_masks
 from zcompile.capture.fakes import eager_run, fake_inputs, fake_state, first_line
 from zcompile.capture.tree import Path, Structure, build, fetch, flatten
 from zcompile.errors import CaptureError, ConfigError
@@ -98,6 +99,7 @@ class Captured:
         aliases: output leaves that are inputs or views of inputs.
         constants: tensors that the program created from Python values, by buffer name in the graph.
         fake_mode: the mode of the graph's values.
+        num_causal: attentions whose explicit mask was found to be the causal one.
     """
 
     graph: Graph
@@ -109,6 +111,7 @@ class Captured:
     aliases: dict[int, InputAlias]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fake_mode: Any = None
+    num_causal: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,12 +183,13 @@ def capture(
         out, plan, structure, names = _plan_outputs(model, call, leaves, mode, device.type, fake_names)
         wrapper = _Wrapper(model, call, device.type, plan)
         traced = _dynamo(wrapper, leaves)
+        num_causal = recognise_causal_masks(traced)
         joint = compat.aot_joint(stack, traced, tuple(leaves))
         graph, aliases, constants = _Converter(joint, canonical, {p.name: p for p in params.values()}, leaves).run(name)
         del out, traced
     with_tangent = sorted(o.index for o in (meta.origin(n) for n in graph.inputs) if isinstance(o, Tangent))
     detached = [i for i, d in enumerate(plan.detach) if d]
-    return Captured(graph, structure, len(plan.paths), names, with_tangent, detached, aliases, constants, mode)
+    return Captured(graph, structure, len(plan.paths), names, with_tangent, detached, aliases, constants, mode, num_causal)
 
 
 def check_capturable(model: nn.Module) -> None:
