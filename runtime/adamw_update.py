@@ -127,7 +127,9 @@ UNSCALED = Scaling()
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def update(parts: Sequence[tuple[Segments, AdamWOptions]], scaling: Scaling = UNSCALED, copy_out: Tensor | None = None) -> None:
+def update(
+    parts: Sequence[tuple[Segments, AdamWOptions]], scaling: Scaling = UNSCALED, copy_out: Tensor | None = None
+) -> None:
     """Update pieces of the same memory, each with its own options, in place.
 
     On CUDA one kernel reads and writes everything once: 28 bytes for a float32 parameter, 30 with a bfloat16

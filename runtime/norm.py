@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zcompile import compat
+from zcompile.runtime.adamw_update import KERNEL_DTYPES
 from zcompile.runtime.arenas import ArenaKey
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.shards import ParameterShards, local_of
@@ -90,6 +91,10 @@ def _total_norm(shards: ParameterShards, mesh: Mesh, flat: list[int], single: li
     if order < 0:  # padding would dominate: smallest magnitudes
         flat, single = [], sorted((*flat, *single))
     pieces = _pieces(shards, mesh, flat, single)
+    if order == 2 and pieces and all(p.is_cuda and p.dtype in KERNEL_DTYPES for p in pieces):
+        from zcompile.runtime.kernels.sumsq import sum_of_squares  # Triton is imported where it is used
+
+        return _all_sum(mesh, sum_of_squares(pieces).total).sqrt().to(dtype)
     norms = torch.stack(compat.foreach_norm(pieces, order, dtype)).double() if pieces else None
     if math.isinf(order):
         neutral = 0.0 if order > 0 else math.inf
@@ -97,9 +102,14 @@ def _total_norm(shards: ParameterShards, mesh: Mesh, flat: list[int], single: li
         everyone = _all_gather_scalar(mesh, local)  # not an all-reduce: MAX loses NaN on some backends
         return (everyone.amax() if order > 0 else everyone.amin()).to(dtype)
     total = _number(mesh, 0.0) if norms is None else norms.pow(order).sum()  # float64: powers overflow late
+    return _all_sum(mesh, total).pow(1.0 / order).to(dtype)
+
+
+def _all_sum(mesh: Mesh, total: Tensor) -> Tensor:
+    """The sum over ranks, in place."""
     if mesh.size > 1:
         mesh.collectives.all_reduce([total], "sum", "all_reduce of the gradient norm").wait()
-    return total.pow(1.0 / order).to(dtype)
+    return total
 
 
 def _pieces(shards: ParameterShards, mesh: Mesh, flat: list[int], single: list[int]) -> list[Tensor]:

@@ -1,4 +1,6 @@
 """The AdamW update over flat memory as one Triton kernel. The reference is ``zcompile.runtime.adamw_update.adamw_``."""
+# Triton's own types do not describe how kernels are launched or what they compute with.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -134,9 +136,10 @@ class Launch:
         device = self._memory.param.device
         values = torch.tensor(rows, dtype=torch.float32, pin_memory=device.type == "cuda")
         # torch's pinned allocator gives this memory to nobody else until the copy is done
-        if self._options is None:
-            self._options = torch.empty(len(rows), NUM_OPTIONS, device=device)
-        self._options.copy_(values.view(-1, NUM_OPTIONS), non_blocking=True)
+        target = self._options
+        if target is None:
+            target = self._options = torch.empty(len(rows), NUM_OPTIONS, device=device)
+        target.copy_(values.view(-1, NUM_OPTIONS), non_blocking=True)
 
     def run(self, scaling: Scaling, copy_out: Tensor | None = None) -> None:
         """Launch the update with the numbers written last."""

@@ -121,7 +121,6 @@ def test_neighbours_are_updated_in_one_piece() -> None:
     (arena,) = {cell.arena for cell in pair.ours._cells.values()}
     segments = arena.segments(tuple(range(len(arena.cells))), False)
     assert len(segments.table) == 1
-    assert segments.device_table.tolist() == [list(segments.table[0])]
     pair = Pair(Mesh.create(device="cpu"), groups=True)
     pair.step(0)
     assert len({cell.arena for cell in pair.ours._cells.values()}) == 2

@@ -1,0 +1,219 @@
+"""What kernels must do, on whatever device the ``device`` fixture names: run by test_kernels.py in Triton's interpreter
+and by tests/gpu on a GPU. Not collected by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from zcompile.runtime import adamw_update
+from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_
+from zcompile.runtime.kernels.adamw import Launch
+from zcompile.runtime.kernels.sumsq import BLOCK_ELEMENTS, sum_of_squares, sum_of_squares_reference
+
+OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3.0, maximize=False)
+OTHER = AdamWOptions(lr=3e-3, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.0, step=1.0, maximize=True)
+TOLERANCE = {torch.float32: (2e-6, 2e-7), torch.bfloat16: (2e-2, 2e-3), torch.float16: (3e-3, 1e-3)}
+MIXES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+]
+
+
+def memory(
+    device: torch.device,
+    table: tuple[Segment, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype = torch.float32,
+    amsgrad: bool = False,
+    seed: int = 0,
+) -> Segments:
+    """Random memory, as it is in the middle of a training run, with some room behind the last segment."""
+    generator = torch.Generator().manual_seed(seed)
+    size = max(s.param_start + s.numel for s in table) + 64
+    state_size = max(s.state_start + s.numel for s in table) + 64
+
+    def draw(numel: int, kind: torch.dtype) -> Tensor:
+        return torch.randn(numel, generator=generator).to(kind).to(device)
+
+    squares = draw(state_size, dtype).square()
+    maxima = (squares + draw(state_size, dtype).abs() * 0.1) if amsgrad else None
+    return Segments(draw(size, dtype), draw(size, grad_dtype), draw(state_size, dtype), squares, maxima, table)
+
+
+def with_table(segments: Segments, *tables: tuple[Segment, ...]) -> tuple[Segments, ...]:
+    """The same memory, in parts."""
+    return tuple(
+        Segments(segments.param, segments.grad, segments.exp_avg, segments.exp_avg_sq, segments.max_exp_avg_sq, table)
+        for table in tables
+    )
+
+
+def expected(segments: Segments, parts: list[tuple[tuple[Segment, ...], AdamWOptions]], scaling: Scaling) -> Segments:
+    """The reference, in float64 with one rounding at the end."""
+
+    def wide(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.double()
+
+    tensors = (segments.param, segments.grad, segments.exp_avg, segments.exp_avg_sq, segments.max_exp_avg_sq)
+    result = Segments(*[wide(t) for t in tensors], segments.table)  # type: ignore[arg-type]
+    for (part,), options in zip([with_table(result, table) for table, _ in parts], [o for _, o in parts], strict=True):
+        adamw_(part, options, scaling)
+    return result
+
+
+def device_rounds(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def check(
+    segments: Segments,
+    parts: list[tuple[tuple[Segment, ...], AdamWOptions]],
+    scaling: Scaling = adamw_update.UNSCALED,
+    copy_dtype: torch.dtype | None = None,
+    block: int = 256,
+) -> None:
+    """Launch the kernel and compare all tensors, also outside the segments, where nothing may change."""
+    want = expected(segments, parts, scaling)
+    grad = segments.grad.clone()
+    copy_out = None if copy_dtype is None else torch.full_like(segments.param, 7.0, dtype=copy_dtype)
+    launch = Launch(with_table(segments, *[table for table, _ in parts]), block=block)
+    launch.set_options([options for _, options in parts])
+    launch.run(scaling, copy_out)
+    relative, absolute = TOLERANCE[segments.param.dtype]
+    for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        got, reference = getattr(segments, name), getattr(want, name)
+        if got is not None:
+            torch.testing.assert_close(
+                got.double(), reference, rtol=relative, atol=absolute, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert torch.equal(segments.grad, grad), "gradients are only read"
+    if copy_out is not None:
+        untouched = torch.ones_like(copy_out, dtype=torch.bool)
+        for segment in itertools.chain.from_iterable(table for table, _ in parts):
+            piece = slice(segment.param_start, segment.param_start + segment.numel)
+            untouched[piece] = False
+            copied, precise = copy_out[piece].float(), segments.param[piece].to(copy_out.dtype).float()
+            # the interpreter cuts bits off where hardware rounds
+            slack = 0.0 if device_rounds(copy_out) else torch.finfo(copy_out.dtype).eps
+            torch.testing.assert_close(copied, precise, rtol=slack, atol=0.0)
+        assert bool((copy_out[untouched] == 7.0).all())
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: f"{mix[0]}-{mix[1]}".replace("torch.", ""))
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 1000])
+def test_adamw_dtypes_and_odd_sizes(device: torch.device, mix: tuple[torch.dtype, torch.dtype], numel: int) -> None:
+    table = (Segment(128, 0, numel),)
+    check(memory(device, table, dtype=mix[0], grad_dtype=mix[1]), [(table, OPTIONS)])
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("copy_dtype", [None, torch.bfloat16, torch.float32])
+def test_adamw_groups_in_one_launch(device: torch.device, amsgrad: bool, copy_dtype: torch.dtype | None) -> None:
+    first = (Segment(0, 0, 320), Segment(640, 320, 64))
+    second = (Segment(384, 384, 200), Segment(768, 640, 515))
+    segments = memory(device, first + second, amsgrad=amsgrad)
+    check(segments, [(first, OPTIONS), (second, OTHER)], copy_dtype=copy_dtype)
+
+
+def test_adamw_reads_clip_factor_and_scale_from_the_device(device: torch.device) -> None:
+    table = (Segment(0, 0, 777),)
+    clip, scale = torch.tensor([0.25], device=device), torch.tensor([1024.0], device=device)
+    for scaling in (Scaling(clip), Scaling(None, scale), Scaling(clip, scale)):
+        check(memory(device, table), [(table, OPTIONS)], scaling)
+        check(memory(device, table, grad_dtype=torch.bfloat16), [(table, OTHER)], scaling)
+
+
+def test_adamw_options_change_between_launches(device: torch.device) -> None:
+    """A launch is made once; only the numbers change."""
+    table = (Segment(0, 0, 300),)
+    segments = memory(device, table)
+    launch = Launch((segments,), block=128)
+    for step, lr in ((1.0, 1e-2), (2.0, 5e-3), (3.0, 0.0)):
+        options = AdamWOptions(lr, 0.9, 0.999, 1e-8, 0.1, step, False)
+        want = expected(segments, [(table, options)], adamw_update.UNSCALED)
+        launch.set_options([options])
+        launch.run(adamw_update.UNSCALED)
+        torch.testing.assert_close(segments.param.double(), want.param, rtol=2e-6, atol=2e-7)
+
+
+def test_adamw_keeps_zeros_zero(device: torch.device) -> None:
+    """Holes between parameters are updated along and must stay what they are."""
+    zeros = [torch.zeros(192, device=device) for _ in range(4)]
+    segments = Segments(zeros[0], zeros[1], zeros[2], zeros[3], None, (Segment(0, 0, 192),))
+    launch = Launch((segments,))
+    launch.set_options([OPTIONS])
+    launch.run(adamw_update.UNSCALED)
+    assert not any(tensor.any() for tensor in zeros)
+
+
+def test_adamw_passes_nan_on(device: torch.device) -> None:
+    table = (Segment(0, 0, 130),)
+    segments = memory(device, table, amsgrad=True)
+    segments.grad[7] = math.nan
+    launch = Launch((segments,))
+    launch.set_options([OPTIONS])
+    launch.run(adamw_update.UNSCALED)
+    for tensor in (segments.param, segments.exp_avg, segments.exp_avg_sq, segments.max_exp_avg_sq):
+        assert tensor is not None
+        assert tensor.isnan().nonzero().flatten().tolist() == [7]
+
+
+def test_adamw_without_elements(device: torch.device) -> None:
+    empty = torch.empty(0, device=device)
+    launch = Launch((Segments(empty, empty, empty, empty, None, ()),))
+    launch.set_options([OPTIONS])
+    launch.run(adamw_update.UNSCALED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 63, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, 3 * BLOCK_ELEMENTS - 7])
+def test_sum_of_squares_of_one_tensor(device: torch.device, dtype: torch.dtype, numel: int) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype).to(device)
+    got, want = sum_of_squares([x]), sum_of_squares_reference([x])
+    assert got.total.dtype is torch.float64 and got.total.shape == () and got.finite.dtype is torch.bool
+    torch.testing.assert_close(got.total, want.total, rtol=1e-6, atol=0)
+    assert bool(got.finite)
+    assert torch.equal(sum_of_squares([x]).total, got.total), "the same bits every time"
+
+
+def test_sum_of_squares_of_many_tensors(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (5000, 0, 17, BLOCK_ELEMENTS * 2, 1)
+    kinds = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float32)
+    pieces = [torch.randn(n, generator=generator).to(k).to(device) for n, k in zip(sizes, kinds, strict=True)]
+    pieces.append(torch.randn(30, 7, generator=generator).to(device))
+    torch.testing.assert_close(sum_of_squares(pieces).total, sum_of_squares_reference(pieces).total, rtol=1e-6, atol=0)
+    assert float(sum_of_squares([pieces[1]]).total) == 0.0 and bool(sum_of_squares([pieces[1]]).finite)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("position", [0, BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS + 4])
+def test_sum_of_squares_sees_what_is_not_finite(device: torch.device, wrong: float, position: int) -> None:
+    x = torch.ones(2 * BLOCK_ELEMENTS + 5, device=device)
+    x[position] = wrong
+    total, finite = sum_of_squares([torch.ones(3, device=device), x])
+    assert not bool(finite)
+    assert math.isnan(float(total)) if math.isnan(wrong) else float(total) == math.inf
+
+
+def test_sum_of_squares_that_overflows_is_of_finite_numbers(device: torch.device) -> None:
+    total, finite = sum_of_squares([torch.full((10,), 1e30, device=device)])
+    assert float(total) == math.inf and bool(finite)
+
+
+@pytest.mark.parametrize("max_programs", [1, 2, 3])
+def test_few_programs_for_many_blocks(device: torch.device, max_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zcompile.runtime.kernels.sumsq.MAX_PROGRAMS", max_programs)
+    x = torch.randn(BLOCK_ELEMENTS * 5 + 11, device=device)
+    x[-1] = 100.0
+    torch.testing.assert_close(sum_of_squares([x]).total, sum_of_squares_reference([x]).total, rtol=1e-6, atol=0)

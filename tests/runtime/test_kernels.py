@@ -1,0 +1,99 @@
+"""Triton kernels without a GPU: in Triton's interpreter, and compiled for one; and which of kernel and reference runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_, update
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2.0, maximize=False)
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=300, env=variables, cwd=ROOT
+    )
+
+
+@pytest.mark.slow
+def test_kernels_in_the_interpreter() -> None:
+    """The interpreter must be on before Triton is imported: a process of its own."""
+    checks = "tests/runtime/kernel_checks.py"
+    result = run(
+        "-m", "pytest", "-q", "-p", "tests.runtime.on_cpu", "-p", "no:cacheprovider", checks, TRITON_INTERPRET="1"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout and "failed" not in result.stdout, result.stdout
+
+
+COMPILE = """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from zcompile.runtime.kernels.adamw import _adamw_kernel, BLOCK_ELEMENTS, NUM_WARPS
+from zcompile.runtime.kernels import sumsq
+
+def compile(kernel, types, constants, num_warps):
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i" and name != "num_blocks"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
+
+def wide(ptx, kind):
+    return len(re.findall(rf"{kind}\\.global[.:\\w]*\\.v4\\.b32", ptx))
+
+for param, grad in (("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")):
+    types = {name: f"*{param}" for name in ("param", "exp_avg", "exp_avg_sq", "maxima")}
+    types |= dict(grad=f"*{grad}", copy_out="*bf16", clip_factor="*fp32", grad_scale="*fp32")
+    types |= dict(table="*i64", block_segment="*i32", options="*fp32")
+    constants = dict(BLOCK=BLOCK_ELEMENTS, NUM_OPTIONS=8, CLIP=True, SCALE=True, AMSGRAD=False, COPY=True)
+    ptx = compile(_adamw_kernel, types, constants, NUM_WARPS)
+    each = BLOCK_ELEMENTS // (32 * NUM_WARPS)  # elements of a thread
+    size = {"fp32": 4, "bf16": 2}
+    loads = each * (3 * size[param] + size[grad]) // 16
+    stores = each * (3 * size[param] + 2) // 16
+    assert (wide(ptx, "ld"), wide(ptx, "st")) == (loads, stores), (param, grad, wide(ptx, "ld"), wide(ptx, "st"), loads, stores)
+for kind, size in (("fp32", 4), ("bf16", 2)):
+    types = dict(memory=f"*{kind}", partial="*fp32", bad="*i32", numel="i64", num_blocks="i32")
+    ptx = compile(sumsq._partial_kernel, types, dict(BLOCK=sumsq.BLOCK_ELEMENTS), sumsq.NUM_WARPS)
+    assert wide(ptx, "ld") == sumsq.BLOCK_ELEMENTS * size // (16 * 32 * sumsq.NUM_WARPS)
+print("all wide")
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_to_wide_accesses(tmp_path: Path) -> None:
+    """For Hopper, without one: every access to the arenas of a full block is 16 bytes."""
+    result = run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert "all wide" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_on_the_cpu_the_reference_runs(scaled: bool) -> None:
+    def make() -> Segments:
+        torch.manual_seed(0)
+        param, grad, first = torch.randn(3, 200).unbind()
+        return Segments(param.clone(), grad.clone(), first.clone(), torch.rand(200), None, (Segment(64, 64, 100),))
+
+    scaling = Scaling(torch.tensor([0.5]), torch.tensor([4.0])) if scaled else Scaling()
+    got, want, copy = make(), make(), torch.zeros(200, dtype=torch.bfloat16)
+    update([(got, OPTIONS)], scaling, copy)
+    if scaled:
+        want.grad.mul_(0.125)
+    adamw_(want, OPTIONS)
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(getattr(got, name), getattr(want, name))
+    assert torch.equal(copy[64:164], got.param[64:164].bfloat16())
+    assert not copy[:64].any() and not copy[164:].any()
+    assert torch.equal(got.param[:64], make().param[:64])
