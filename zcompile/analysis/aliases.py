@@ -11,7 +11,7 @@ from torch import fx
 
 from zcompile import compat, ops
 from zcompile.analysis.flow import Flow, Result, num_results
-from zcompile.ir import meta
+from zcompile.ir import edit, meta
 from zcompile.ir.graph import Graph, Region
 
 Storages = frozenset[Result]
@@ -36,10 +36,13 @@ class Aliases(Flow[Storages]):
 
     @cached_property
     def last_readers(self) -> dict[Result, fx.Node]:
-        """The last node that reads each storage, through any alias: the output node when it is returned. Releases do not count."""
+        """The last node that reads each storage, through any alias: the output node when it is returned.
+
+        Neither a release nor picking one of several results reads anything.
+        """
         last: dict[Result, fx.Node] = {}
         for node in self._graph.nodes:
-            if node.target is not ops.release:
+            if node.target is not ops.release and not edit.is_getitem(node):
                 for source in node.all_input_nodes:
                     for storage in self.of(source):
                         last[storage] = node

@@ -9,6 +9,7 @@ from torch import fx
 from zcompile import ops
 from zcompile.ir import edit, meta
 from zcompile.ir.operators import operator_name
+from zcompile.ir.types import literal
 from zcompile.verify.subject import Subject
 
 
@@ -74,7 +75,7 @@ def _check_wait(subject: Subject, node: fx.Node) -> None:
         what = (
             f"%{pending.name}, which is {operator_name(pending.target)}"
             if isinstance(pending, fx.Node)
-            else repr(pending)
+            else literal(pending)
         )
         subject.refuse(node, f"waits for {what}; only a started collective is pending")
     readers = []

@@ -10,7 +10,7 @@ from torch import fx
 
 from zcompile.ir import meta
 from zcompile.ir.graph import Grad, Graph, Kept, Origin, Param, Role, Saved, Step, Tangent
-from zcompile.ir.printer import describe
+from zcompile.ir.printer import describe, print_node
 from zcompile.verify.inference import agree, type_name, type_of
 from zcompile.verify.subject import Subject, kept_parameter
 
@@ -182,14 +182,12 @@ def check_step(step: Step, forward: Subject, backward: Subject | None) -> None:
 
 def check_params_agree(subjects: list[Subject]) -> None:
     """Check that a parameter is stored the same way wherever the graphs of a step read it."""
-    first: dict[str, tuple[Param, Any]] = {}
+    first: dict[str, fx.Node] = {}
     for subject in subjects:
         for node, param in subject.graph.params():
-            have = (param, type_of(meta.value(node)))
-            other = first.setdefault(param.name, have)
-            if other != have:
+            other = first.setdefault(param.name, node)
+            if meta.origin(other) != param or type_of(meta.value(other)) != type_of(meta.value(node)):
                 subject.refuse(
                     node,
-                    f"is {have[0].placement} parameter '{param.name}' of type {type_name(have[1])}; "
-                    f"the other graph of the step has it as {other[0].placement} of type {type_name(other[1])}",
+                    f"differs between the graphs of the step: '{print_node(node)}' here, '{print_node(other)}' in forward",
                 )

@@ -117,7 +117,7 @@ def _check_releases(subject: Subject) -> dict[Result, fx.Node]:
         if node.target is not ops.release:
             for source in node.all_input_nodes:
                 for storage in aliases.of(source):
-                    if storage in released and node.op != "output":
+                    if storage in released and node.op != "output" and not edit.is_getitem(node):
                         name = _name(subject, storage)
                         what = (
                             f"gathered %{name}"
