@@ -63,26 +63,35 @@ def sum_of_squares(pieces: Sequence[Tensor]) -> SumOfSquares:
                     partial[first:],
                     bad[first:],
                     piece.numel(),
-                    blocks,
+                    NUM_BLOCKS=blocks,
                     BLOCK=BLOCK_ELEMENTS,
                     num_warps=NUM_WARPS,
                 )
                 first += grid
-        _total_kernel[(1,)](partial, bad, total, finite.view(torch.uint8), num_programs, BLOCK=1024, num_warps=4)
+        _total_kernel[(1,)](
+            partial,
+            bad,
+            total,
+            finite.view(torch.uint8),
+            num_programs,
+            NUM_ROUNDS=triton.cdiv(num_programs, 1024),
+            BLOCK=1024,
+            num_warps=4,
+        )
     return SumOfSquares(total, finite)
 
 
 @triton.jit
 def _partial_kernel(
-    memory, partial, bad, numel, num_blocks, BLOCK: tl.constexpr
+    memory, partial, bad, numel, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # pragma: no cover - runs on the device
-    """Each program adds ``num_blocks`` neighbouring blocks, lane by lane."""
+    """Each program adds ``NUM_BLOCKS`` neighbouring blocks, lane by lane."""
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    start = program.to(tl.int64) * num_blocks * BLOCK
+    start = program.to(tl.int64) * NUM_BLOCKS * BLOCK
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     wrong = tl.zeros((BLOCK,), dtype=tl.int32)
-    for block in range(num_blocks):
+    for block in range(NUM_BLOCKS):
         offsets = start + block * BLOCK + lanes
         x = tl.load(memory + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
         sums += x * x
@@ -93,15 +102,15 @@ def _partial_kernel(
 
 @triton.jit
 def _total_kernel(
-    partial, bad, total, finite, num_programs, BLOCK: tl.constexpr
+    partial, bad, total, finite, num_programs, NUM_ROUNDS: tl.constexpr, BLOCK: tl.constexpr
 ):  # pragma: no cover - runs on the device
     """One program adds all partial sums in float64."""
     lanes = tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), dtype=tl.float64)
     wrong = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, num_programs, BLOCK):
-        mask = start + lanes < num_programs
-        sums += tl.load(partial + start + lanes, mask=mask, other=0.0).to(tl.float64)
-        wrong |= tl.load(bad + start + lanes, mask=mask, other=0)
+    for number in range(NUM_ROUNDS):
+        programs = number * BLOCK + lanes
+        sums += tl.load(partial + programs, mask=programs < num_programs, other=0.0).to(tl.float64)
+        wrong |= tl.load(bad + programs, mask=programs < num_programs, other=0)
     tl.store(total, tl.sum(sums, axis=0))
     tl.store(finite, (1 - tl.max(wrong, axis=0)).to(tl.uint8))

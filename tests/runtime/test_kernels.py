@@ -46,7 +46,7 @@ from zcompile.runtime.kernels import sumsq
 def compile(kernel, types, constants, num_warps):
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i" and name != "num_blocks"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
 
@@ -65,8 +65,8 @@ for param, grad in (("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")):
     stores = each * (3 * size[param] + 2) // 16
     assert (wide(ptx, "ld"), wide(ptx, "st")) == (loads, stores), (param, grad, wide(ptx, "ld"), wide(ptx, "st"), loads, stores)
 for kind, size in (("fp32", 4), ("bf16", 2)):
-    types = dict(memory=f"*{kind}", partial="*fp32", bad="*i32", numel="i64", num_blocks="i32")
-    ptx = compile(sumsq._partial_kernel, types, dict(BLOCK=sumsq.BLOCK_ELEMENTS), sumsq.NUM_WARPS)
+    types = dict(memory=f"*{kind}", partial="*fp32", bad="*i32", numel="i64")
+    ptx = compile(sumsq._partial_kernel, types, dict(BLOCK=sumsq.BLOCK_ELEMENTS, NUM_BLOCKS=5), sumsq.NUM_WARPS)
     assert wide(ptx, "ld") == sumsq.BLOCK_ELEMENTS * size // (16 * 32 * sumsq.NUM_WARPS)
 print("all wide")
 """
