@@ -12,8 +12,8 @@ from zcompile.runtime.history import Call
 ROLL_INTERVAL = 2.0  # seconds between two roll calls of a waiting rank
 STEADY = 2.0  # seconds for which two ranks must stand still before they count as waiting for each other
 RAISED = 4.0  # seconds in which a rank that raised an exception may go on
-GONE = 15.0  # seconds without an answer to a roll call after which a rank is gone
-GONE_URGENT = 6.0  # the same when a connection has broken
+GONE = 20.0  # seconds without an answer to a roll call after which a rank is gone
+GONE_URGENT = 8.0  # the same when a connection has broken
 LOOKERS = 8  # in a large job, how many ranks of those that wait for a collective call the roll
 ADVICE = "every rank must make the same calls of the model in the same order"
 

@@ -219,10 +219,15 @@ def main() -> None:
         init_method=init_method,
         rank=int(rank),
         world_size=int(size),
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=120),
     )
     model = Model(float(timeout))
-    globals()[scenario](model)
+    model.agreement.compare("start", scenario)
+    begin = time.monotonic()
+    try:
+        globals()[scenario](model)
+    finally:
+        print(f"scenario took {time.monotonic() - begin:.1f} s", flush=True)
     model.close()
     dist.destroy_process_group()
     print("done")
