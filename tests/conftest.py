@@ -7,3 +7,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite the golden files with what the passes do now"
     )
+    parser.addoption(
+        "--wide",
+        action="store_true",
+        help="run every combination of model, stage and world size (about 15 minutes more)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "wide: one more of very many combinations; runs only with --wide")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--wide"):
+        return
+    wide = [item for item in items if item.get_closest_marker("wide")]
+    if wide:
+        config.hook.pytest_deselected(items=wide)
+        items[:] = [item for item in items if not item.get_closest_marker("wide")]

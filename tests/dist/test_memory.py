@@ -1,0 +1,154 @@
+"""What a rank holds, measured: states are the total divided by the world size, gathered parameters live for a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from tests.dist.models import CASES
+from tests.dist.pool import Pools
+from tests.dist.training import adamw, this_rank, train, world_size
+
+pytestmark = pytest.mark.dist
+
+
+def expected(shape: torch.Size, world: int, stage: int) -> tuple[int, int]:
+    """Elements that every rank stores of a parameter, and those that this rank's DTensor shows.
+
+    Rows are divided as torch.chunk does and padded to equal counts; where dimension 0 leaves a rank empty, another
+    dimension that all ranks divide evenly is taken, else the parameter is replicated.
+    """
+    total = shape.numel()
+    if stage == 0 or world == 1:
+        return total, total
+    rows = shape[0]
+    chunk = -(-rows // world)
+    if (world - 1) * chunk < rows:
+        mine = min(rows, (this_rank() + 1) * chunk) - min(rows, this_rank() * chunk)
+        return chunk * total // rows, mine * total // rows
+    if any(size % world == 0 for size in shape):
+        return total // world, total // world
+    return total, total
+
+
+def states_are_divided(name: str, stage: int, **options: Any) -> dict[str, Any]:
+    case, world = CASES[name], world_size()
+    plain = case.build()
+    shapes = [p.shape for p in plain.parameters()]
+    model = zcompile.compile(case.build(), stage=stage, backend="eager", verify="fast", **options)
+    optimizer = adamw(model)
+    buffers = model._session.runner.executor.buffers
+    gathered = sum(shape.numel() for shape in shapes) * 4
+
+    train(model, case, optimizer=optimizer, steps=2)
+    loss = case.loss(model(**case.data(2, this_rank())))
+    between = buffers.live_bytes
+    loss.backward()
+    report = model.report(optimizer)
+
+    stored = sum(expected(shape, world, stage)[0] for shape in shapes)
+    seen = sum(expected(shape, world, stage)[1] for shape in shapes)
+    total = sum(shape.numel() for shape in shapes)
+    steps = 4 * len(shapes)  # AdamW counts steps in one number a parameter
+    assert (report.parameter_bytes, report.parameter_bytes_total) == (4 * stored, 4 * total)
+    assert (report.gradient_bytes, report.gradient_bytes_total) == (4 * stored, 4 * total)
+    assert (report.optimizer_bytes, report.optimizer_bytes_total) == (8 * seen + steps, 8 * total + steps)
+    assert report.captures == 1
+
+    # The report is what there is: the memory behind the tensors themselves.
+    locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    assert sum(t.numel() for t in locals_) == seen
+    assert sum(t.untyped_storage().nbytes() for t in locals_) == 4 * seen
+    assert all(type(p) is nn.Parameter or p.grad.placements == p.placements for p in model.parameters())
+
+    assert buffers.live_bytes == 0
+    if stage == 3 and world > 1:
+        assert between == 0, "a gathered parameter outlives the forward"
+        assert 0 < buffers.peak_bytes < gathered, (buffers.peak_bytes, gathered)
+    if stage in (1, 2) and world > 1:
+        assert between > 0, "stages 1 and 2 keep gathered parameters for the backward"
+    return {"peak": buffers.peak_bytes, "gathered": gathered}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_states_of_stage_3_are_divided(ranks: Pools, world: int) -> None:
+    ranks(world, states_are_divided, name="deep", stage=3, policy="bucket{mib=0},prefetch{lookahead=1}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_states_of_other_stages(ranks: Pools, stage: int) -> None:
+    ranks(2, states_are_divided, name="deep", stage=stage)
+
+
+def test_lookahead_costs_memory(ranks: Pools) -> None:
+    peaks = [
+        ranks(2, states_are_divided, name="deep", stage=3, policy=f"bucket{{mib=0}},prefetch{{lookahead={lookahead}}}")[
+            0
+        ]["peak"]
+        for lookahead in (0, 1, 2)
+    ]
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+def nothing_saved_is_a_parameter() -> None:
+    """Counted on the values that the forward leaves: no gathered weight, no cast or view of one."""
+    case = CASES["llama"]
+    model = zcompile.compile(case.build(), stage=3, backend="eager", verify="off", policy="bucket{mib=0}")
+    taken: list[tuple[int, int]] = []
+    buffers = model._session.runner.executor.buffers
+    take = buffers.take
+
+    def recording(types: Any) -> list[torch.Tensor]:
+        result = take(types)
+        taken.extend((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in result)
+        return result
+
+    buffers.take = recording
+    saved = []
+    original = model._session.runner.run_forward
+
+    def forward(*args: Any) -> Any:
+        outputs, values = original(*args)
+        saved.append(values)
+        return outputs, values
+
+    model._session.runner.run_forward = forward
+    loss = case.loss(model(**case.data(0, this_rank())))
+    assert taken and saved and saved[0].values and not saved[0].kept
+    pointers = {pointer for pointer, _ in taken}
+    for name, value in saved[0].values.items():
+        if isinstance(value, torch.Tensor):
+            assert value.untyped_storage().data_ptr() not in pointers, f"saved value {name} lies in a gathered buffer"
+    sizes = {tuple(p.shape) for p in case.build().parameters() if p.dim() > 1}
+    sizes |= {shape[::-1] for shape in sizes}
+    for name, value in saved[0].values.items():
+        assert not (isinstance(value, torch.Tensor) and tuple(value.shape) in sizes), (
+            f"saved value {name} has a weight's shape"
+        )
+    loss.backward()
+    assert buffers.live_bytes == 0
+
+
+def test_nothing_saved_is_a_parameter(ranks: Pools) -> None:
+    ranks(2, nothing_saved_is_a_parameter)
+
+
+def forward_without_backward() -> None:
+    """A forward whose result is dropped gives its kept buffers back."""
+    case = CASES["deep"]
+    model = zcompile.compile(case.build(), stage=2, backend="eager", verify="off")
+    buffers = model._session.runner.executor.buffers
+    loss = case.loss(model(**case.data(0, this_rank())))
+    assert buffers.live_bytes > 0
+    del loss
+    assert buffers.live_bytes == 0
+    case.loss(model(**case.data(0, this_rank()))).backward()
+    assert buffers.live_bytes == 0
+
+
+def test_forward_without_backward(ranks: Pools) -> None:
+    ranks(2, forward_without_backward)
