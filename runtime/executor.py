@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from zcompile import compat
-from zcompile.program import Call, Program, Release, Start, Wait
+from zcompile.errors import RegionError
+from zcompile.program import Call, Program, Release, Start, TensorType, Wait
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives, Pending
 from zcompile.runtime.shards import ParameterShards
@@ -51,6 +52,7 @@ class Executor:
         self.collectives = collectives
         self.buffers = buffers
         self.local_gradients = LocalGradients()
+        self._checked: set[int] = set()
 
     def run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> list[Any]:
         """Run a program.
@@ -64,12 +66,16 @@ class Executor:
             the slot table; read the outputs at their slots.
         """
         pending: dict[int, Pending] = {}
+        first = id(program) not in self._checked  # programs live as long as their captures, which outlive this executor
+        self._checked.add(id(program))
         for ins in program.instructions:
             if type(ins) is Call:
                 args = [slots[i] for i in ins.inputs]
                 for i in ins.frees:
                     slots[i] = None
                 results = bodies[ins.body](args)
+                if first:
+                    _check_results(ins, results)
                 for i, value in zip(ins.outputs, results, strict=True):
                     if i >= 0:
                         slots[i] = value
@@ -147,3 +153,18 @@ class Executor:
                 out = send
                 self.collectives.all_reduce([out], description=f"{axis_label} of {name}").wait()
             self.shards.accumulate(name, out)
+
+
+def _check_results(call: Call, results: Sequence[Any]) -> None:
+    """Check what a region gave at its first run: a compiler that changed a shape or dtype is found where it did.
+
+    Raises:
+        RegionError: naming the region, the result and what it should be.
+    """
+    for index, (value, want) in enumerate(zip(results, call.types, strict=True)):
+        have = TensorType(tuple(value.shape), value.dtype)
+        if have != want:
+            raise RegionError(
+                f"result {index} of region '{call.body}' is {have.dtype} {list(have.shape)} and the graph says "
+                f"{want.dtype} {list(want.shape)}; compile with backend='eager' to go on, and report the region"
+            )

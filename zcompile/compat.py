@@ -6,10 +6,9 @@ When a new torch changes one of them, ``python -m zcompile doctor`` (and the tes
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 

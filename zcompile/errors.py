@@ -59,6 +59,10 @@ class BackwardError(ZCompileError, RuntimeError):
     """A backward call that is not supported, such as double backward or a gradient for a detached output."""
 
 
+class RegionError(ZCompileError, RuntimeError):
+    """A compiled region gave something else than its graph says: a bug of a compiler below zcompile, or of the lowering."""
+
+
 class UnfilledError(ZCompileError, RuntimeError):
     """A parameter or buffer of a ``meta`` model was used before it was given values."""
 

@@ -17,6 +17,8 @@ from zcompile.errors import ConfigError, ShardingError, StateError
 from zcompile.pipeline import History, Pipeline
 from zcompile.report import Report, optimizer_bytes, state_bytes
 from zcompile.runtime import norm, state
+from zcompile.runtime.full import broadcast
+from zcompile.runtime.sequence import TextSequence
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
 
@@ -87,6 +89,10 @@ class CompiledModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardingError("a compiled module cannot be pickled; save model.state_dict() or model.full_state_dict()")
 
+    def _announce(self, what: str) -> None:
+        """Agree with the other ranks on a collective outside of the graphs, before it starts."""
+        self._session.runner.agreement.event(what, TextSequence.of(what))
+
     # State. -----------------------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -94,8 +100,7 @@ class CompiledModule(nn.Module):
 
         Buffers are rank 0's.
         """
-        from zcompile.runtime.full import broadcast
-
+        self._announce("full_state_dict")
         shards = self._session.runner.shards
         names = {n for n, _ in self.original.named_parameters(remove_duplicate=False)}
         wanted = list(nn.Module.state_dict(self))
@@ -156,6 +161,7 @@ class CompiledModule(nn.Module):
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Optimizer state by parameter name with full tensors, the same on every rank. Collective."""
+        self._announce("full_optimizer_state_dict")
         return state.full_optimizer_state_dict(self._session.runner.shards, optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -166,6 +172,7 @@ class CompiledModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over flat gradient memory: the same value, in one pass. Collective."""
+        self._announce("clip_grad_norm_")
         shards = self._session.runner.shards
         return norm.clip_grad_norm_(shards, shards.mesh, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -188,6 +195,7 @@ class CompiledModule(nn.Module):
         Yields:
             the original module.
         """
+        self._announce("unsharded")
         with unsharded(self.original, self._session.runner.shards, modifier_rank):
             yield self.original
 
@@ -236,6 +244,7 @@ class CompiledModule(nn.Module):
 def unwrap(model: CompiledModule) -> nn.Module:
     """End a compiled model: the eager module with full plain parameters. Collective; the compiled module is unusable then."""
     runner = model._session.runner
+    model._announce("unwrap")
     if runner.shards.mesh.is_distributed:
         put_full(model.original, runner.shards)
     runner.executor.collectives.close()

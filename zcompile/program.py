@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class TensorType:
-    """A contiguous tensor.
+    """What a tensor is, without its layout.
 
     Attributes:
         shape: its sizes.
@@ -76,13 +76,14 @@ class Wait:
 class Call:
     """Run computation ``body`` on ``inputs``; results go to ``outputs`` (-1: dropped).
 
-    ``frees`` are slots that nobody reads afterwards.
+    ``frees`` are slots that nobody reads afterwards; ``types`` says what each result must be.
     """
 
     body: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     frees: tuple[int, ...]
+    types: tuple[TensorType, ...]
 
 
 @dataclass(frozen=True)

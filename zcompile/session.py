@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zcompile.build import Built, build
-from zcompile.capture.joint import Call, ParamType, capture
+from zcompile.capture.convert import ParamType
+from zcompile.capture.joint import Call, capture
 from zcompile.capture.signature import Fingerprint, Signature, make_signature
 from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten

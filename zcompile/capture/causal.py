@@ -35,7 +35,7 @@ def recognise_causal_masks(module: fx.GraphModule) -> int:
         if mask not in known:
             known[mask] = _is_causal(mask, values)
         if known[mask]:
-            node.args = node.args[:3] + (None, _argument(node, 4, "dropout_p") or 0.0, True)
+            node.args = (*node.args[:3], None, _argument(node, 4, "dropout_p") or 0.0, True)
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p", "is_causal")}
             rewritten += 1
     if rewritten:

@@ -122,7 +122,8 @@ class _Lowering:
         assert isinstance(name, str) and isinstance(args, (list, tuple))
         values: list[Any] = list(args)
         inputs = tuple(self.slots[a] for a in values)
-        self.instructions.append(Call(name, inputs, self._results(node), self._frees(node, values)))
+        types = tuple(TensorType(tuple(v.shape), v.dtype) for v in meta.value(node))
+        self.instructions.append(Call(name, inputs, self._results(node), self._frees(node, values), types))
 
     def _start(self, node: fx.Node) -> None:
         wait = next(u for u in node.users if u.target is ops.wait)
