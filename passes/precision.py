@@ -55,7 +55,7 @@ class Precision(JointPass):
         outputs = target.outputs
         for index, (value, role) in enumerate(outputs):
             if isinstance(role, Grad) and role.name in masters:
-                with target.fx.inserting_before(target.output):
+                with target.fx.inserting_after(value):  # right there: a cast at the end would hold every reduction back
                     up = edit.call(target.fx, _CAST, (value, torch.float32), name=f"{value.name}_f32", like=value)
                 up.meta["partitioner_tag"] = "is_backward"
                 outputs[index] = (up, role)

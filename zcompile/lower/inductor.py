@@ -33,7 +33,26 @@ def _compile(region: Region) -> Compiled:
     inputs = [meta.tensor(n) for n in region.inputs]
     values = [v for n in region.fx.nodes for v in _tensors(meta.value(n))]
     module = fx.GraphModule(nn.Module(), copy_fx(region.fx))
-    return compat.inductor_compile(module, inputs, edit.fake_mode_of(values))
+    compiled = compat.inductor_compile(module, inputs, edit.fake_mode_of(values))
+    shapes = {i: tuple(v.shape) for i, v in enumerate(map(meta.value, region.results)) if 1 in v.shape and v.dim() > 1}
+    return _with_shapes(compiled, shapes) if shapes else compiled
+
+
+def _with_shapes(compiled: Compiled, shapes: dict[int, tuple[int, ...]]) -> Compiled:
+    """Give results their size-1 dimensions back.
+
+    Inductor of torch 2.11 drops those of a kept reduction dimension when it fuses reductions of different orders (the
+    gradient of an RMSNorm weight); in a whole graph a view always follows, as the result of a region it does not.
+    """
+
+    def run(args: list[torch.Tensor]) -> Sequence[Any]:
+        results = list(compiled(args))
+        for index, shape in shapes.items():
+            if results[index].dim() != len(shape):
+                results[index] = results[index].view(shape)
+        return results
+
+    return run
 
 
 def _tensors(value: Any) -> list[Any]:
