@@ -18,7 +18,7 @@ FIND_PYTHON = for python in python3 python3.13 python3.12 python3.11; do \
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format install
+.PHONY: demo test gpu-test lint format install
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -26,6 +26,9 @@ demo: $(READY)
 
 test: lint
 	$(PYTHON) -m pytest -m "not gpu" $(ARGS)
+
+gpu-test: $(READY)
+	$(PYTHON) -m pytest -m gpu tests $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

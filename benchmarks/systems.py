@@ -1,0 +1,184 @@
+"""The systems that are compared: each turns the same plain model into one that trains on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.llama import Llama, Size
+
+
+@dataclass
+class Options:
+    """What a run was asked for.
+
+    Attributes:
+        dtype: compute dtype; masters and optimizer state are float32.
+        backend: of compiled systems: ``inductor``, or ``eager`` to leave compilation out.
+        policy: zcompile's; None is its default.
+        reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
+    """
+
+    size: Size
+    device: torch.device
+    world_size: int
+    dtype: torch.dtype = torch.bfloat16
+    backend: str = "inductor"
+    policy: str | None = None
+    reduce: str = "fp32"
+    keep: bool = False
+
+
+@dataclass
+class Trainee:
+    """A model ready to train.
+
+    Attributes:
+        model: called with tokens and labels, gives the loss.
+        optimizer: None where only forward and backward are measured.
+        clip: clips the gradients to a norm.
+        context: entered around the forward.
+        facts: read after the first steps, for the table.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    clip: Callable[[float], Any]
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    facts: Callable[[], dict[str, Any]] = field(default=dict)
+
+    def zero(self) -> None:
+        """Drop the gradients."""
+        for p in self.model.parameters():
+            p.grad = None
+
+
+def built(options: Options) -> Llama:
+    torch.manual_seed(0)
+    with options.device:
+        return Llama(options.size)
+
+
+def compile_blocks(model: Llama, options: Options) -> None:
+    """Per-block compilation, as the peers' documentation recommends."""
+    if options.backend != "eager":
+        for block in model.blocks:
+            block.compile(backend=options.backend)
+
+
+def torch_adamw(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=options.device.type == "cuda")
+
+
+def single(options: Options) -> Trainee:
+    """The limit: one device, everything in the compute dtype, no communication, no optimizer."""
+    model = built(options).to(options.dtype)
+    compile_blocks(model, options)
+    return Trainee(model, None, partial(nn.utils.clip_grad_norm_, model.parameters()))
+
+
+def ddp(options: Options) -> Trainee:
+    """DistributedDataParallel around per-block compilation, under autocast."""
+    model = built(options)
+    compile_blocks(model, options)
+    ids = [options.device.index] if options.device.type == "cuda" else None
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    enabled = options.dtype is not torch.float32
+    context = partial(
+        torch.autocast, options.device.type, dtype=options.dtype if enabled else torch.bfloat16, enabled=enabled
+    )
+    return Trainee(
+        wrapped, torch_adamw(wrapped, options), partial(nn.utils.clip_grad_norm_, wrapped.parameters()), context
+    )
+
+
+def fsdp2(options: Options, *, compiled: bool) -> Trainee:
+    """``fully_shard`` on every block and on the root."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with torch.device("meta"):
+        model = Llama(options.size)
+    if compiled:
+        compile_blocks(model, options)
+    reduce = torch.float32 if options.reduce == "fp32" else torch.bfloat16
+    mixed = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=reduce)
+    mesh = init_device_mesh(options.device.type, (options.world_size,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=not options.keep)
+    model.to_empty(device=options.device)
+    torch.manual_seed(0)
+    model.fill()
+    return Trainee(model, torch_adamw(model, options), partial(nn.utils.clip_grad_norm_, model.parameters()))
+
+
+def fsdp2_best(options: Options) -> Trainee:
+    """Weights kept gathered from forward to backward, gradients reduced in the compute dtype."""
+    options.keep, options.reduce = True, "bf16"
+    return fsdp2(options, compiled=True)
+
+
+def zcompile_stage(options: Options, *, stage: int) -> Trainee:
+    """This project."""
+    import zcompile
+
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}[options.dtype]
+    extra: dict[str, Any] = {} if options.policy is None else {"policy": options.policy}
+    if options.reduce != "fp32":
+        extra["reduce_dtype"] = options.reduce
+    model = zcompile.compile(built(options), stage=stage, precision=precision, backend=options.backend, **extra)
+
+    def facts() -> dict[str, Any]:
+        graphs = [g for g in (model.graphs.forward, model.graphs.backward) if g is not None]
+        return {
+            "distinct_regions": sum(len(g.regions) for g in graphs),
+            "regions": sum(len(text_calls(g)) for g in graphs),
+            "passes": str(model.pipeline),
+            "gathered_peak_gib": model.report().gathered_peak_bytes / 2**30,
+        }
+
+    return Trainee(model, zcompile.optim.AdamW(model.parameters(), lr=1e-4), model.clip_grad_norm_, facts=facts)
+
+
+def text_calls(graph: Any) -> list[str]:
+    """The region calls of a scheduled graph, as it prints them."""
+    body = str(graph).partition("\n  body:\n")[2]
+    return [line for line in body.splitlines() if " = call " in line]
+
+
+SYSTEMS: dict[str, Callable[[Options], Trainee]] = {
+    "single": single,
+    "ddp-c": ddp,
+    "fsdp2": partial(fsdp2, compiled=False),
+    "fsdp2-c": partial(fsdp2, compiled=True),
+    "fsdp2-best": fsdp2_best,
+    "zc0": partial(zcompile_stage, stage=0),
+    "zc1": partial(zcompile_stage, stage=1),
+    "zc2": partial(zcompile_stage, stage=2),
+    "zc3": partial(zcompile_stage, stage=3),
+}
+
+#: how each row is called in tables
+TITLES = {
+    "single": "limit: one device, per-block compile",
+    "ddp-c": "DDP + per-block compile",
+    "fsdp2": "FSDP2 eager",
+    "fsdp2-c": "FSDP2 + per-block compile",
+    "fsdp2-best": "FSDP2 + compile, kept, bf16 reduction",
+    **{f"zc{stage}": f"zcompile stage {stage}" for stage in range(4)},
+}
+
+
+def batch(options: Options, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of one rank, the same in every step."""
+    generator = torch.Generator().manual_seed(rank)
+    size = options.size
+    tokens = torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator).to(options.device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,187 @@
+"""Training steps of zcompile and of its peers, side by side, each in processes of its own: a table and JSON.
+
+python benchmarks/train_step.py                         all sizes and systems, two GPUs
+python benchmarks/train_step.py --quick                 two sizes, the systems that matter most
+python benchmarks/train_step.py --sizes 8B --only single,fsdp2-c,zc3 --json out.json
+python benchmarks/train_step.py --device cpu --sizes tiny --backend eager --steps 3
+
+Times are medians over steps that follow each other without a wait; ``host`` is how long the host takes to issue a step
+when the device is idle. The limit's whole step adds the optimizer's bytes at the copy bandwidth of the same call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SYSTEMS = ("single", "ddp-c", "fsdp2", "fsdp2-c", "fsdp2-best", "zc0", "zc1", "zc2", "zc3")
+QUICK_SYSTEMS = ("single", "fsdp2-c", "ddp-c", "zc3")
+QUICK_SIZES = ("1.1B", "0.19B")
+GPU_SIZES = ("0.19B", "1.1B", "8B")
+
+#: bytes that an update of one float32 parameter moves, at least: four read, three written
+OPTIMIZER_BYTES = 28
+
+#: systems that hold the whole float32 training state on every rank do not fit at this size
+TOO_LARGE = {"8B": ("ddp-c", "zc0")}
+
+COLUMNS = (
+    ("system", "", "{}"),
+    ("fwd+bwd ms", "forward_backward_ms", "{:.1f}"),
+    ("step ms", "step_ms", "{:.1f}"),
+    ("vs limit", "vs_limit", "{:.2f}x"),
+    ("host ms", "host_ms", "{:.1f}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("TFLOP/s", "tflops", "{:.0f}"),
+    ("alloc GiB", "allocated_gib", "{:.1f}"),
+    ("reserved GiB", "reserved_gib", "{:.1f}"),
+    ("first step s", "first_step_s", "{:.1f}"),
+    ("regions", "region_text", "{}"),
+    ("loss", "loss", "{:.3f}"),
+)
+
+
+def run(args: argparse.Namespace, size: str, system: str) -> dict[str, Any]:
+    """One system at one size; a failure is a result with ``error``."""
+    nproc = 1 if system == "single" else args.nproc
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    program += [str(ROOT / "benchmarks" / "measure.py"), "--system", system, "--size", size, "--device", args.device]
+    program += ["--steps", str(args.steps), "--backend", args.backend, "--dtype", args.dtype, "--reduce", args.reduce]
+    for option in ("policy", "clip"):
+        if getattr(args, option) is not None:
+            program += [f"--{option}", str(getattr(args, option))]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    threads = os.environ.get("OMP_NUM_THREADS", "8" if args.device == "cuda" else "1")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads}
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=args.timeout)
+        ended = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
+        output, _ = process.communicate()
+        ended = f"not done in {args.timeout:.0f} s"
+    seconds = time.monotonic() - begin
+    if args.logs:
+        Path(args.logs).mkdir(parents=True, exist_ok=True)
+        (Path(args.logs) / f"{size}_{system}.log").write_text(output)
+    results = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
+    if results:
+        return {**json.loads(results[-1]), "seconds": seconds}
+    return {
+        "system": system,
+        "size": size,
+        "error": f"{reason(output)} ({ended})",
+        "log": output[-4000:],
+        "seconds": seconds,
+    }
+
+
+def reason(output: str) -> str:
+    """The line of a log that says most."""
+    if "OutOfMemoryError" in output:
+        return "out of memory"
+    lines = [
+        line.strip() for line in output.splitlines() if "Error" in line and "torch.distributed.elastic" not in line
+    ]
+    lines = [line.split("]:", 1)[-1].strip() for line in lines if "ChildFailedError" not in line]
+    return (lines[-1] if lines else "no result")[:160]
+
+
+def compare(rows: list[dict[str, Any]], nproc: int) -> None:
+    """Complete the rows of one size: the limit's whole step, and every step in units of it."""
+    limit = next((r for r in rows if r["system"] == "single" and "error" not in r), None)
+    if limit is not None:
+        local_params = limit["num_params"] / nproc
+        floor_ms = local_params * OPTIMIZER_BYTES / limit["copy_bytes_per_s"] * 1e3
+        limit["optimizer_floor_ms"] = floor_ms
+        limit["step_ms"] = limit["forward_backward_ms"] + floor_ms
+    for row in rows:
+        if "error" not in row:
+            row["region_text"] = f"{row['distinct_regions']}/{row['regions']}" if "regions" in row else None
+            row["vs_limit"] = row["step_ms"] / limit["step_ms"] if limit is not None else None
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One size's rows as a Markdown table."""
+    cells = [[title for title, _, _ in COLUMNS]]
+    for row in rows:
+        if "error" in row:
+            cells.append([row["system"], row["error"].replace("|", "/"), *[""] * (len(COLUMNS) - 2)])
+            continue
+        values = [(row.get(key) if key else row["system"], form) for _, key, form in COLUMNS]
+        cells.append(["–" if value is None else form.format(value) for value, form in values])
+    widths = [max(len(line[i]) for line in cells if i != 1 or len(line[1]) < 20) for i in range(len(COLUMNS))]
+    lines = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", help=f"of tiny, {', '.join(GPU_SIZES)}; separated by commas")
+    parser.add_argument("--only", help=f"systems, of {', '.join(SYSTEMS)}")
+    parser.add_argument("--stages", help="zcompile's stages, such as 0,3; the peers stay")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"sizes {', '.join(QUICK_SIZES)}, systems {', '.join(QUICK_SYSTEMS)}"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="of compute; masters are fp32")
+    parser.add_argument(
+        "--reduce", default="fp32", choices=("fp32", "bf16"), help="of gradients, FSDP2's and zcompile's"
+    )
+    parser.add_argument("--clip", type=float, help="clip gradients to this norm in every step; default: no clipping")
+    parser.add_argument("--policy", help="zcompile's policy; default: its own")
+    parser.add_argument("--backend", default="inductor", help="of every compiled system; eager leaves compilation out")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system at one size")
+    parser.add_argument("--json", help="write all results here, after every system")
+    parser.add_argument("--logs", help="write the output of every system into this folder")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    sizes = args.sizes.split(",") if args.sizes else list(QUICK_SIZES if args.quick else GPU_SIZES)
+    systems = args.only.split(",") if args.only else list(QUICK_SYSTEMS if args.quick else SYSTEMS)
+    if args.stages is not None:
+        stages = [f"zc{stage}" for stage in args.stages.split(",")]
+        systems = [s for s in systems if not s.startswith("zc")] + stages
+    unknown = [s for s in systems if s not in SYSTEMS]
+    if unknown:
+        raise SystemExit(f"unknown systems {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    everything: list[dict[str, Any]] = []
+    for size in sizes:
+        rows: list[dict[str, Any]] = []
+        for system in systems:
+            if not args.only and args.stages is None and system in TOO_LARGE.get(size, ()):
+                continue
+            row = run(args, size, system)
+            rows.append(row)
+            everything.append(row)
+            compare(rows, args.nproc)
+            text = row["error"] if "error" in row else f"{row['step_ms']:.1f} ms"
+            print(f"{size} {system}: {text} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
+            if args.json:
+                Path(args.json).write_text(json.dumps(everything, indent=1))
+        print(f"\n{size}, {args.nproc} ranks, {args.dtype}\n\n{table(rows)}\n", flush=True)
+    return int(all("error" in row for row in everything))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

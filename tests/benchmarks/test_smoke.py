@@ -1,0 +1,54 @@
+"""The benchmarks run without a GPU, small, so that they do when there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_train_step(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = (
+        "--device",
+        "cpu",
+        "--sizes",
+        "tiny",
+        "--backend",
+        "eager",
+        "--steps",
+        "2",
+        "--dtype",
+        "fp32",
+        "--clip",
+        "1.0",
+    )
+    text = run("train_step.py", *options, "--only", "single,fsdp2-c,zc3", "--json", str(out))
+    rows = {row["system"]: row for row in json.loads(out.read_text())}
+    assert list(rows) == ["single", "fsdp2-c", "zc3"] and not any("error" in row for row in rows.values()), rows
+    for row in rows.values():
+        assert row["step_ms"] > 0 and row["host_ms"] > 0 and row["vs_limit"] > 0
+    assert rows["zc3"]["distinct_regions"] <= rows["zc3"]["regions"]
+    assert "| zc3 " in text
+
+
+@pytest.mark.slow
+def test_compile_time() -> None:
+    text = run("compile_time.py", "--layers", "1,2", "--backends", "eager", "--hidden", "32")
+    assert "| 2 | " in text

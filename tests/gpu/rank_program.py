@@ -1,0 +1,184 @@
+"""What the ranks of the GPU tests run: ``rank_program.py DEVICE BACKEND JOB...``. Rank 0 prints a line of JSON for each job.
+
+Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``memory:STAGE``; ``raises``; ``killed``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zcompile
+from examples.llama import Llama, LlamaConfig
+
+#: odd sizes, so that rows are padded at two ranks
+SMALL = LlamaConfig(vocab_size=509, hidden=256, layers=4, heads=4, kv_heads=2, ffn=515, max_seq=64)
+LARGE = LlamaConfig(vocab_size=4096, hidden=1024, layers=8, heads=8, kv_heads=8, ffn=4096, max_seq=64)
+STEPS, ROWS, LR, MAX_NORM = 10, 4, 1e-3, 1.0
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def data(config: LlamaConfig, step: int, ranks: range, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of some ranks in a step: something that can be learned."""
+    rows = [
+        torch.randint(config.vocab_size, (ROWS, config.max_seq), generator=torch.Generator().manual_seed(97 * step + r))
+        for r in ranks
+    ]
+    tokens = torch.cat(rows).to(device)
+    return tokens, (7 * tokens + 3) % config.vocab_size
+
+
+def build(config: LlamaConfig, device: torch.device) -> Llama:
+    torch.manual_seed(0)
+    return Llama(config).to(device)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip: Any,
+    config: LlamaConfig,
+    ranks: range,
+    device: torch.device,
+    steps: int = STEPS,
+) -> list[float]:
+    """The loss of each step, as this rank sees it."""
+    losses = []
+    for step in range(steps):
+        loss = model(*data(config, step, ranks, device))["loss"]
+        loss.backward()
+        clip(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+def mean(values: list[float], device: torch.device) -> list[float]:
+    """Over ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    if WORLD_SIZE > 1:
+        dist.all_reduce(tensor)
+    return (tensor / WORLD_SIZE).tolist()
+
+
+def plain(device: torch.device, backend: str) -> dict[str, Any]:
+    """One process, the batches of all ranks, PyTorch alone."""
+    model = build(SMALL, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = train(
+        model, optimizer, lambda m: nn.utils.clip_grad_norm_(model.parameters(), m), SMALL, range(WORLD_SIZE), device
+    )
+    return {"losses": losses}
+
+
+def fsdp2(device: torch.device, backend: str, precision: str) -> dict[str, Any]:
+    """The peer on the same run."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = build(SMALL, device)
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (WORLD_SIZE,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = train(
+        model,
+        optimizer,
+        lambda m: nn.utils.clip_grad_norm_(model.parameters(), m),
+        SMALL,
+        range(RANK, RANK + 1),
+        device,
+    )
+    return {"losses": mean(losses, device)}
+
+
+def compiled(
+    config: LlamaConfig, device: torch.device, backend: str, stage: int, precision: str | None
+) -> tuple[zcompile.CompiledModule, Any]:
+    model = zcompile.compile(build(config, device), stage=stage, precision=precision, backend=backend, timeout=20.0)
+    return model, zcompile.optim.AdamW(model.parameters(), lr=LR)
+
+
+def stage(device: torch.device, backend: str, number: str, precision: str) -> dict[str, Any]:
+    """This project; the flat kernels clip and update."""
+    model, optimizer = compiled(SMALL, device, backend, int(number), None if precision == "fp32" else precision)
+    losses = train(model, optimizer, model.clip_grad_norm_, SMALL, range(RANK, RANK + 1), device)
+    live = model.report().gathered_live_bytes
+    zcompile.unwrap(model)
+    return {"losses": mean(losses, device), "gathered_live_bytes": live}
+
+
+def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
+    """What a larger model holds and takes at most, after two steps."""
+    model, optimizer = compiled(LARGE, device, backend, int(number), None)
+    train(model, optimizer, model.clip_grad_norm_, LARGE, range(RANK, RANK + 1), device, steps=2)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    train(model, optimizer, model.clip_grad_norm_, LARGE, range(RANK, RANK + 1), device, steps=2)
+    if on_gpu:
+        torch.cuda.synchronize()
+    result = {
+        **model.report(optimizer).to_dict(),
+        "allocated_before": before,
+        "allocated_after": torch.cuda.memory_allocated() if on_gpu else 0,
+        "allocated_peak": torch.cuda.max_memory_allocated() if on_gpu else 0,
+    }
+    zcompile.unwrap(model)
+    return result
+
+
+def fails(device: torch.device, backend: str, how: str) -> dict[str, Any]:
+    """The last rank raises or dies in the middle of training."""
+    model, optimizer = compiled(SMALL, device, backend, 3, None)
+    for step in range(1000):
+        if step == 4 and RANK == WORLD_SIZE - 1:
+            print("failing", flush=True)
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("bad batch")
+        train(model, optimizer, model.clip_grad_norm_, SMALL, range(RANK, RANK + 1), device, steps=1)
+    return {}
+
+
+def run_job(job: str, device: torch.device, backend: str) -> dict[str, Any]:
+    name, *options = job.split(":")
+    jobs: dict[str, Any] = {"plain": plain, "fsdp2": fsdp2, "stage": stage, "memory": memory}
+    if name in ("raises", "killed"):
+        return fails(device, backend, name)
+    return jobs[name](device, backend, *options)
+
+
+def main() -> None:
+    kind, backend, *jobs = sys.argv[1:]
+    device = torch.device("cuda", RANK) if kind == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+    )
+    for job in jobs:
+        result = run_job(job, device, backend)
+        assert all(math.isfinite(loss) for loss in result.get("losses", ())), f"{job}: {result}"
+        if RANK == 0:
+            print("RESULT " + json.dumps({"job": job, **result}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
