@@ -9,7 +9,7 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.analysis.schedule import collectives, is_gather
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Graph, Step
 from zcompile.pipeline import Stats, StepPass
 
@@ -41,7 +41,7 @@ class Cleanup(StepPass):
             for region in graph.regions.values():
                 stats["dead nodes"] += edit.erase_dead(region.fx, keep=lambda n: False)
             _drop_unread_gathers(graph, stats)
-            used = {n.args[0] for n in graph.body if n.target is ops.region_call}
+            used = {calls.region(n)[0] for n in graph.body if n.target is ops.region_call}
             for name in [n for n in graph.regions if n not in used]:
                 del graph.regions[name]
                 stats["dead regions"] += 1
@@ -49,9 +49,9 @@ class Cleanup(StepPass):
 
 def _has_effect(node: fx.Node) -> bool:
     """Whether a node without readers still matters: ``zc`` operators do, and results of waits keep their places."""
-    source = node.args[0] if edit.is_getitem(node) else None
+    source = calls.picked_from(node)
     return (ops.is_zc(node.target) and node.target is not ops.cast) or (
-        isinstance(source, fx.Node) and source.target is ops.wait
+        source is not None and source.target is ops.wait
     )
 
 
@@ -60,10 +60,10 @@ def _drop_unread_gathers(graph: Graph, stats: Stats) -> None:
         unread = [r for r in c.results if all(u.target is ops.release for u in r.users)]
         if not unread:
             continue
-        dropped = {int(r.args[1]) for r in unread}  # type: ignore[call-overload]
+        dropped = {calls.index(r) for r in unread}
         for result in unread:
             for user in list(result.users):
-                rest = [n for n in user.args[0] if n is not result]  # type: ignore[union-attr]
+                rest = [n for n in calls.tensors(user) if n is not result]
                 user.args = (rest,)
                 if not rest:
                     graph.fx.erase_node(user)

@@ -69,8 +69,7 @@ _CAST = torch.ops.prims.convert_element_type.default
 def _cast_reads(graph: Graph, node: fx.Node, low: torch.dtype) -> None:
     readers = list(node.users)
     value = meta.tensor(node)
-    with value.fake_mode:  # type: ignore[attr-defined]
-        meta.set_value(node, torch.empty(value.shape, dtype=torch.float32, device=value.device))
+    meta.set_value(node, edit.empty(value, value.shape, torch.float32))
     with graph.fx.inserting_before(graph.body[0] if graph.body else graph.output):
         cast = edit.call(graph.fx, _CAST, (node, low), name=f"{node.name}_{low}".replace("torch.", ""))
     for reader in readers:

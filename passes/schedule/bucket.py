@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
+from zcompile import ops
 from zcompile.analysis.schedule import Collective, collectives, is_gather, is_reduction
 from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Graph, Step
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
@@ -83,27 +84,28 @@ def _join_gathers(graph: Graph, group: list[Collective], stats: Stats) -> None:
     for node in [n for c in group[1:] for n in c.casts]:  # a cast reads nothing but shards, so it may come earlier
         first.start.prepend(node)
     with graph.fx.inserting_before(first.start):
-        start = edit.call(graph.fx, first.start.target, (sends, *first.start.args[1:]), name=first.start.name)  # type: ignore[arg-type]
+        start = edit.call(graph.fx, ops.all_gather, (sends, *first.start.args[1:]), name=first.start.name)
     _replace(graph, group, start, first.wait, stats)
 
 
 def _join_reductions(graph: Graph, group: list[Collective], stats: Stats) -> None:
     last = group[-1]
     sends = [s for c in group for s in c.sends]
+    target: Any = last.start.target
     with graph.fx.inserting_before(last.start):
-        start = edit.call(graph.fx, last.start.target, (sends, *last.start.args[1:]), name=last.start.name)  # type: ignore[arg-type]
+        start = edit.call(graph.fx, target, (sends, *last.start.args[1:]), name=last.start.name)
     _replace(graph, group, start, last.wait, stats)
 
 
 def _replace(graph: Graph, group: list[Collective], start: fx.Node, at: fx.Node, stats: Stats) -> None:
     """One wait at ``at`` for the joined collective; the old ones go."""
     with graph.fx.inserting_before(at):
-        wait = edit.call(graph.fx, at.target, (start,), name=at.name)  # type: ignore[arg-type]
+        wait = edit.call(graph.fx, ops.wait, (start,), name=at.name)
         new = edit.unpack(graph.fx, wait, [None] * len(meta.value(wait)))
     offset = 0
     for c in group:
         for old in c.results:
-            replacement = new[offset + int(old.args[1])]  # type: ignore[call-overload]
+            replacement = new[offset + calls.index(old)]
             old.replace_all_uses_with(replacement)
             graph.fx.erase_node(old)
             replacement.name = old.name

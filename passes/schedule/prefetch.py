@@ -11,7 +11,7 @@ from zcompile import ops
 from zcompile.analysis.schedule import Collective, collectives, is_gather, is_reduction
 from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
-from zcompile.ir import edit
+from zcompile.ir import calls, edit
 from zcompile.ir.graph import Graph, Step
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
@@ -97,8 +97,8 @@ def _start_after(c: Collective, anchor: fx.Node) -> bool:
 
 
 def _belongs_to_start(node: fx.Node) -> bool:
-    source = node.args[0] if edit.is_getitem(node) else node
-    return is_gather(node) or (isinstance(source, fx.Node) and source.target is ops.cast)
+    source = calls.picked_from(node) or node
+    return is_gather(node) or source.target is ops.cast
 
 
 def _only_waits_follow(node: fx.Node) -> bool:

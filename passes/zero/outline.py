@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.chains import is_view
+from zcompile.analysis.chains import is_random, is_view
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Graph, Region, Step, is_compute
 from zcompile.pipeline import Stats, StepPass
@@ -33,7 +33,7 @@ class Outline(StepPass):
         %y: f32[2, 4] = call forward_0(%x, %w_full)
 
     Regions of the same structure (operators, literals, types of inputs) share one body, so that a compiler sees each distinct
-    region once, however deep the model is. A view whose base crosses into a region is computed there again. Exact.
+    region once, however deep the model is. Views and constants are computed again where they are read. Exact.
     """
 
     name: ClassVar[str] = "outline"
@@ -45,7 +45,7 @@ class Outline(StepPass):
         for graph in target.graphs:
             if not any(meta.region(node) is not None for node in graph.body):
                 continue
-            _move_views(graph)
+            _make_local(graph)
             runs = _runs(graph)
             bodies: dict[Any, str] = {}
             for run in runs:
@@ -74,8 +74,11 @@ def _runs(graph: Graph) -> list[_Run]:
     return runs
 
 
-def _move_views(graph: Graph) -> None:
-    """Compute single-result views again in each region that reads them from another, so that bases cross instead."""
+def _make_local(graph: Graph) -> None:
+    """Compute again in each region what costs nothing to have there: views of one value, and values made from nothing.
+
+    Then bases cross between regions instead of views, and no constant (zeros to scatter into, positions) crosses at all.
+    """
     first: dict[int, fx.Node] = {}
     for node in graph.body:
         region = meta.region(node)
@@ -84,9 +87,7 @@ def _move_views(graph: Graph) -> None:
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def local(node: fx.Node, region: int) -> fx.Node:
-        if meta.region(node) in (None, region) or not is_view(node) or not isinstance(meta.value(node), torch.Tensor):
-            return node
-        if len(node.all_input_nodes) != 1:
+        if meta.region(node) in (None, region) or not _is_free(node):
             return node
         if (node, region) not in copies:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: local(n, region))
@@ -101,7 +102,15 @@ def _move_views(graph: Graph) -> None:
         region = meta.region(reader)
         if region is not None:
             reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda n, r=region: local(n, r))
-    edit.erase_dead(graph.fx, keep=lambda n: not is_compute(n) or not is_view(n))
+    edit.erase_dead(graph.fx, keep=lambda n: not is_compute(n) or not _is_free(n))
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether a node is a view of one value, or a tensor made from literals alone."""
+    if node.op != "call_function" or not isinstance(meta.value(node), torch.Tensor) or edit.is_getitem(node):
+        return False
+    sources = len(node.all_input_nodes)
+    return (sources == 1 and is_view(node)) or (sources == 0 and not is_random(node))
 
 
 def _outline(graph: Graph, run: _Run, bodies: dict[Any, str], stats: Stats) -> None:

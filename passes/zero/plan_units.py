@@ -10,7 +10,7 @@ from torch import fx
 
 from zcompile.analysis.chains import param_chains
 from zcompile.analysis.units import MIB, needed_units, params_by_first_use, plan_units
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Graph, Step, with_unit
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
@@ -62,9 +62,7 @@ def _cut_regions(graph: Graph, stats: Stats) -> int:
         if node in chains:
             continue
         if edit.is_getitem(node):
-            producer = node.args[0]
-            assert isinstance(producer, fx.Node)
-            meta.set_region(node, _known(producer))
+            meta.set_region(node, _known(calls.source(node)))
             continue
         new = [u for u in needed_units(node, chains) if u not in seen]
         if new and seen:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from zcompile import ops
 from zcompile.errors import PassError
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Grad, Graph, Param, Step
 from zcompile.ir.types import FLOATS
 from zcompile.pipeline import Stats, StepPass
@@ -88,8 +89,9 @@ class _Reducer:
         self.stats = stats
         self.last_node: dict[int, fx.Node] = {}
         for node in graph.fx.nodes:
-            if meta.region(node) is not None:
-                self.last_node[meta.region(node)] = node  # type: ignore[index]
+            region = meta.region(node)
+            if region is not None:
+                self.last_node[region] = node
 
     def run(self) -> None:
         """Reduce every gradient output that is not reduced yet."""
@@ -144,9 +146,9 @@ class _Reducer:
         """The gradient as the collective reads it: padded, sharded dimension first, contiguous."""
         aten = torch.ops.aten
 
-        def op(target: object, *args: object, **kwargs: object) -> fx.Node:
+        def op(target: Callable[..., Any], *args: object, **kwargs: object) -> fx.Node:
             with self.graph.fx.inserting_after(self._end(region)):
-                node = edit.call(self.graph.fx, target, args, kwargs, name=f"{value.name}_send")  # type: ignore[arg-type]
+                node = edit.call(self.graph.fx, target, args, kwargs, name=f"{value.name}_send")
             meta.set_region(node, region)
             self.last_node[region] = node
             return node
@@ -170,12 +172,12 @@ class _Reducer:
         return _contiguous(send, op)
 
 
-def _contiguous(node: fx.Node, op: object) -> fx.Node:
+def _contiguous(node: fx.Node, op: Callable[..., fx.Node]) -> fx.Node:
     if meta.tensor(node).is_contiguous():
         return node
-    return op(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)  # type: ignore[operator]
+    return op(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _is_reduced(value: fx.Node) -> bool:
-    source = value.args[0] if edit.is_getitem(value) else None
-    return isinstance(source, fx.Node) and source.target is ops.wait
+    source = calls.picked_from(value)
+    return source is not None and source.target is ops.wait

@@ -73,7 +73,7 @@ class Shard(StepPass):
             return
         spec = ParamSpec(param.name, (), param.shape, full.dtype, param.trainable, dim, self.size)
         meta.set_origin(node, replace(param, placement="shard", shard_dim=dim))
-        meta.set_value(node, _resized(full, spec.padded_local_shape))
+        meta.set_value(node, edit.empty(full, spec.padded_local_shape))
         stats["sharded parameters"] += 1
         self._insert_full(graph, node, param, dim, start)
 
@@ -100,8 +100,3 @@ class Shard(StepPass):
 
 def _is_cast(node: fx.Node) -> bool:
     return node.target in (torch.ops.prims.convert_element_type.default,)
-
-
-def _resized(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty(shape, dtype=value.dtype, device=value.device)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from zcompile import ops
 from zcompile.errors import PassError
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Graph, Kept, Param, Step
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
@@ -104,22 +105,22 @@ class _Scheduler:
             self._use(key, node)
 
     def _regions(self, key: _Key) -> list[int]:
-        regions = [meta.region(user) for user in self.full[key].users]
-        assert all(r is not None for r in regions), f"{self.full[key].name} is read outside of every region"
-        return regions  # type: ignore[return-value]
+        users = self.full[key].users
+        regions = [region for user in users if (region := meta.region(user)) is not None]
+        assert len(regions) == len(users), f"{self.full[key].name} is read outside of every region"
+        return regions
 
     def _gather_unit(self, unit: str, dtype: torch.dtype, keys: list[_Key], before: fx.Node) -> None:
-        shards = [self.full[key].args[0] for key in keys]
-        axis, size = self.full[keys[0]].args[1:3]
+        _, axis, size, _, _ = calls.unshard(self.full[keys[0]])
+        sends = shards = [calls.source(self.full[key]) for key in keys]
         label = unit.replace(".", "_").replace("+", "_")
         with self.graph.fx.inserting_before(before):
-            sends: list[fx.Node] = list(shards)  # type: ignore[arg-type]
             if meta.tensor(sends[0]).dtype != dtype:
                 cast = edit.call(self.graph.fx, ops.cast, (sends, dtype), name=f"cast_{label}")
                 sends = edit.unpack(self.graph.fx, cast, [f"{s.name}_cast" for s in sends])
             bucket = edit.call(self.graph.fx, ops.all_gather, (sends, axis, size), name=f"gather_{label}")
             wait = edit.call(self.graph.fx, ops.wait, (bucket,), name=f"wait_{label}")
-            names = [f"{shard.name}_gathered" for shard in shards]  # type: ignore[union-attr]
+            names = [f"{shard.name}_gathered" for shard in shards]
             for key, full in zip(keys, edit.unpack(self.graph.fx, wait, names), strict=True):
                 self.gathered[key] = full
         self.stats["gathers"] += 1
@@ -128,7 +129,7 @@ class _Scheduler:
     def _use(self, key: _Key, unshard: fx.Node) -> None:
         """Replace the logical full value by the gathered one, unpadded inside each region that reads it."""
         self.last_region[key] = max(self._regions(key))
-        dim, shape, size = unshard.args[3], list(unshard.args[4]), unshard.args[2]  # type: ignore[arg-type]
+        _, _, size, dim, shape = calls.unshard(unshard)
         by_region: dict[int, fx.Node] = {}
         for user in sorted(unshard.users, key=lambda n: meta.region(n) or 0):
             region = meta.region(user)
@@ -179,8 +180,8 @@ def unpad(graph: Graph, gathered: fx.Node, dim: int, shape: list[int], size: int
     A parameter sharded on dimension 0 costs nothing; on another dimension, one copy.
     """
 
-    def op(target: object, *args: object, **kwargs: object) -> fx.Node:
-        node = edit.call(graph.fx, target, args, kwargs, name=f"{gathered.name}_full")  # type: ignore[arg-type]
+    def op(target: Callable[..., Any], *args: object, **kwargs: object) -> fx.Node:
+        node = edit.call(graph.fx, target, args, kwargs, name=f"{gathered.name}_full")
         meta.set_region(node, region)
         return node
 
@@ -201,13 +202,13 @@ def unpad(graph: Graph, gathered: fx.Node, dim: int, shape: list[int], size: int
 def _first_new(last: fx.Node, gathered: fx.Node) -> fx.Node:
     """The first node of the chain from ``gathered`` to ``last``."""
     node = last
-    while node.args[0] is not gathered:
-        node = node.args[0]  # type: ignore[assignment]
+    while calls.source(node) is not gathered:
+        node = calls.source(node)
     return node
 
 
 def _param_of(unshard: fx.Node) -> Param:
-    origin = meta.origin(unshard.args[0])  # type: ignore[arg-type]
+    origin = meta.origin(calls.source(unshard))
     assert isinstance(origin, Param)
     return origin
 
