@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from zcompile.analysis.flow import Result
+from zcompile.analysis.reads import Reads
 from zcompile.ir import meta
 from zcompile.ir.graph import Grad, Graph, Kept, Origin, Param, Role, Saved, Step, Tangent
 from zcompile.ir.printer import describe, print_node
@@ -23,18 +25,18 @@ class Interface:
         params: logical shape and trainability of each parameter.
         inputs: the type of each buffer, input and tangent.
         outputs: the type of each output, input gradient and mutation; None for parameter gradients, whose shapes change.
-        reads: for each returned value, the inputs it is computed from, which no pass on a step changes: this is what tells
-            two gradients of one shape apart. Backward's saved values count as inputs. A pass on the joint graph may make
-            the set smaller (drop an input that makes no difference), never larger.
-        known: every input that ``reads`` speaks about.
+        reads: for each returned value, the inputs it is computed from (a bit mask over ``bits``), which no pass on a step
+            changes: this is what tells two gradients of one shape apart. Backward's saved values count as inputs. A pass
+            on the joint graph may make the set smaller (drop an input that makes no difference), never larger.
+        bits: the bit of every input that ``reads`` speaks about.
         is_step: whether this is the interface of a split step.
     """
 
     params: Mapping[str, tuple[tuple[int, ...], bool]]
     inputs: Mapping[str, Any]
     outputs: Mapping[str, Any]
-    reads: Mapping[str, frozenset[str]]
-    known: frozenset[str]
+    reads: Mapping[str, int]
+    bits: Mapping[str, int]
     is_step: bool
 
     @staticmethod
@@ -44,22 +46,20 @@ class Interface:
         params: dict[str, tuple[tuple[int, ...], bool]] = {}
         inputs: dict[str, Any] = {}
         outputs: dict[str, Any] = {}
-        reads: dict[str, frozenset[str]] = {}
-        known: set[str] = set()
+        reads: dict[str, int] = {}
+        bits: dict[str, int] = {}
         for graph in graphs:
-            subject = Subject(graph)
             for node in graph.inputs:
                 origin = _origin(node)
-                known.add(_key(origin))
                 if isinstance(origin, Param):
                     params[origin.name] = (origin.shape, origin.trainable)
                 elif not isinstance(origin, (Saved, Kept)):
                     inputs[describe(origin)] = type_of(meta.value(node))
             for node, role in _results(graph):
                 outputs[describe(role)] = None if isinstance(role, Grad) else type_of(meta.value(node))
-            for node, role in graph.outputs:
-                reads[describe(role)] = _reads(subject, node)
-        return Interface(params, inputs, outputs, reads, frozenset(known), isinstance(target, Step))
+            sources = _Sources(graph, bits)
+            reads.update((describe(role), sources.of(node)) for node, role in graph.outputs)
+        return Interface(params, inputs, outputs, reads, bits, isinstance(target, Step))
 
     def check(self, subjects: list[Subject]) -> None:
         """Check that the graphs of a step (or the joint graph) still have this interface.
@@ -68,30 +68,31 @@ class Interface:
             VerifyError: naming the input or output that is missing, new, of another type or computed from other inputs.
         """
         found: set[str] = set()
+        bits = dict(self.bits)
         for subject in subjects:
             for node in subject.graph.inputs:
                 self._check_input(subject, node)
             for node, role in _results(subject.graph):
                 found.add(describe(role))
                 self._check_output(subject, node, role)
+            sources = _Sources(subject.graph, bits)
             for node, role in subject.graph.outputs:
-                self._check_reads(subject, node, describe(role))
+                self._check_reads(subject, node, describe(role), sources.of(node))
         for missing in self.outputs:
             if missing not in found:
                 last = subjects[-1]
                 last.refuse(last.graph.output, f"no longer returns {missing}, which the capture did")
 
-    def _check_reads(self, subject: Subject, node: fx.Node, role: str) -> None:
+    def _check_reads(self, subject: Subject, node: fx.Node, role: str, reads: int) -> None:
         expected = self.reads.get(role)
         if expected is None:
             return
-        have = _reads(subject, node) & self.known
-        if have - expected:
-            extra = ", ".join(sorted(have - expected))
-            subject.refuse(node, f"is returned as {role} but depends on {extra}, which it does not in the capture")
-        if self.is_step and expected - have:
-            lost = ", ".join(sorted(expected - have))
-            subject.refuse(node, f"is returned as {role} but does not depend on {lost}, which it does in the capture")
+        have = reads & ((1 << len(self.bits)) - 1)
+        for inputs, problem in ((have & ~expected, "depends on"), (expected & ~have, "does not depend on")):
+            if inputs and (self.is_step or problem == "depends on"):
+                names = ", ".join(name for name, bit in self.bits.items() if inputs >> bit & 1)
+                opposite = "does" if problem == "does not depend on" else "does not"
+                subject.refuse(node, f"is returned as {role} but {problem} {names}, which it {opposite} in the capture")
 
     def _check_input(self, subject: Subject, node: fx.Node) -> None:
         origin = _origin(node)
@@ -144,8 +145,15 @@ def _key(origin: Origin) -> str:
     return f"param {kept_parameter(origin)!r}" if isinstance(origin, Kept) else describe(origin)
 
 
-def _reads(subject: Subject, node: fx.Node) -> frozenset[str]:
-    return frozenset(_key(_origin(leaf.node)) for leaf in subject.sources.leaves_of(node))
+class _Sources(Reads):
+    """Reads down to the graph's inputs, with the bits that ``bits`` gives them by name; new names get new bits."""
+
+    def __init__(self, graph: Graph, bits: dict[str, int]) -> None:
+        self._bits = bits
+        super().__init__(graph.fx, graph.regions, through_waits=True)
+
+    def leaf(self, result: Result) -> int:
+        return 1 << self._bits.setdefault(_key(_origin(result.node)), len(self._bits))
 
 
 def check_step(step: Step, forward: Subject, backward: Subject | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zcompile import compat, ops
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Direction, Region, is_compute
 from zcompile.ir.operators import operator_name
 from zcompile.verify.structure import called_nodes
@@ -167,7 +167,7 @@ def check_prefetch_bounded(subject: Subject, options: Mapping[str, Any]) -> None
             if limit is not None and len(in_flight) > 1 and total > limit * MIB:
                 subject.refuse(node, f"brings the gathers in flight to {total} bytes; the limit is {limit} MiB")
         elif node.target is ops.wait:
-            in_flight.pop(node.args[0], None)  # type: ignore[arg-type]
+            in_flight.pop(calls.source(node), None)
 
 
 def check_recompute_safe(subjects: list[Subject]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from zcompile.analysis.aliases import Aliases
 from zcompile.analysis.flow import Result
 from zcompile.analysis.reads import Copies, Reads
 from zcompile.errors import VerifyError
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, meta
 from zcompile.ir.graph import Grad, Graph, Kept, Param, Region
 from zcompile.ir.printer import print_node
 from zcompile.ir.types import tensors
@@ -35,12 +35,12 @@ class Collective:
     @property
     def tensors(self) -> list[fx.Node]:
         """What goes in, in order."""
-        return list(self.start.args[0])  # type: ignore[arg-type]
+        return calls.tensors(self.start)
 
     @property
     def axis(self) -> str:
         """The mesh axis."""
-        return self.start.args[1]  # type: ignore[return-value]
+        return calls.axis(self.start)[0]
 
     @property
     def results(self) -> list[Result]:
@@ -76,11 +76,6 @@ class Subject:
     def reads(self) -> Reads:
         """What values were computed from; the results of waits are leaves."""
         return Reads.of_graph(self.graph, through_waits=False)
-
-    @cached_property
-    def sources(self) -> Reads:
-        """What values were computed from, down to the graph's inputs."""
-        return Reads.of_graph(self.graph, through_waits=True)
 
     @cached_property
     def copies(self) -> Copies:
@@ -176,8 +171,5 @@ def kept_parameter(kept: Kept) -> str:
 
 def picked_result(node: fx.Node) -> Result | None:
     """The result of a ``zc.wait`` that a node picks; None when it does not."""
-    source = node.args[0] if edit.is_getitem(node) else None
-    if isinstance(source, fx.Node) and source.target is ops.wait:
-        index: Any = node.args[1]
-        return Result(source, index)
-    return None
+    source = calls.picked_from(node)
+    return Result(source, calls.index(node)) if source is not None and source.target is ops.wait else None
