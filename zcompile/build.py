@@ -16,7 +16,7 @@ from zcompile.lower.inductor import compile_region
 from zcompile.lower.program import lower_program
 from zcompile.passes.zero.reduce import Reduce
 from zcompile.pipeline import Dump, Facts, History, Pipeline
-from zcompile.program import StepProgram
+from zcompile.program import Call, StepProgram
 from zcompile.verify.ranks import collective_sequence
 from zcompile.verify.verifier import Verifier
 
@@ -97,7 +97,7 @@ def _program(captured: Captured, step: Step, local: Graph | None, backend: str, 
         return dataclasses.replace(
             program,
             instructions=tuple(
-                dataclasses.replace(i, body=prefix + i.body) if hasattr(i, "body") else i for i in program.instructions
+                dataclasses.replace(i, body=prefix + i.body) if isinstance(i, Call) else i for i in program.instructions
             ),
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zcompile import ops
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, meta
 from zcompile.ir.graph import Graph
 
 
@@ -37,8 +37,8 @@ class Collective:
         """The ``zc.cast`` nodes and their picks that only feed this collective, in order."""
         found: dict[fx.Node, None] = {}
         for send in self.sends:
-            source = send.args[0] if edit.is_getitem(send) else None
-            if isinstance(source, fx.Node) and source.target is ops.cast:
+            source = calls.picked_from(send)
+            if source is not None and source.target is ops.cast:
                 found[source] = None
         return [n for cast in found for n in (cast, *cast.users)]
 
@@ -50,7 +50,7 @@ class Collective:
     @property
     def sends(self) -> list[fx.Node]:
         """The tensors that go in."""
-        return list(self.start.args[0])  # type: ignore[arg-type]
+        return calls.tensors(self.start)
 
 
 def collectives(graph: Graph, want: Callable[[fx.Node], bool] = lambda node: True) -> list[Collective]:

@@ -93,5 +93,6 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
             if current.op == "call_method":
                 values[current] = getattr(args[0], str(current.target))(*args[1:], **kwargs)
             else:
-                values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+                function: Any = current.target
+                values[current] = function(*args, **kwargs)
     return values[node]

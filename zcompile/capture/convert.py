@@ -222,7 +222,10 @@ class Converter:
             )
         if isinstance(desc, t.GradAOTOutput):
             origin = self._origin(desc.grad_of)
-            return Grad(origin.name) if isinstance(origin, Param) else InputGrad(origin.index)  # type: ignore[union-attr]
+            if isinstance(origin, Param):
+                return Grad(origin.name)
+            assert isinstance(origin, Input), f"autograd gives a gradient of {origin}"
+            return InputGrad(origin.index)
         raise CaptureError(
             f"the captured graph has an output that zcompile does not know: {desc}; please report the model"
         )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from zcompile import compat
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Direction, Grad, Graph, InputGrad, Param, Role, Saved, Step, Tangent, copy_fx, output_node
 
 
@@ -45,7 +45,7 @@ def split(joint: Graph, fake_mode: Any) -> Step:
 def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], origins: dict[str, Any]) -> Graph:
     """A graph of the partitioner as ours: origins of placeholders by name, saved values by name, parameters never among them."""
     result = Graph(name, direction, copy_fx(graph))
-    values: list[fx.Node | None] = list(output_node(result.fx).args[0])  # type: ignore[arg-type]
+    values: list[fx.Node | None] = [*calls.tensors(output_node(result.fx))]
     kept: list[tuple[fx.Node, Role]] = []
     for index, value in enumerate(values):
         if value is None:
@@ -58,7 +58,7 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
     for node in result.body:
         if meta.value(node) is None and (picks := [u for u in node.users if edit.is_getitem(u)]):
             # the partitioner types only the picks of what it inserts to save random states
-            by_index = {int(u.args[1]): meta.value(u) for u in picks}  # type: ignore[call-overload]
+            by_index = {calls.index(u): meta.value(u) for u in picks}
             meta.set_value(node, tuple(by_index[i] for i in sorted(by_index)))
     for node in result.inputs:
         origin = origins.get(node.name)

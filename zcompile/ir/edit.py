@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from zcompile.ir import meta
@@ -58,6 +59,12 @@ def _leaves(value: Any) -> list[Any]:
 def fake_mode_of(values: Sequence[Any]) -> Any:
     """The fake tensor mode of the first fake tensor among ``values``; None without one."""
     return next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+
+
+def empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A contiguous fake tensor beside another: of its mode, device and (by default) dtype."""
+    with fake_mode_of([like]):
+        return torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device)
 
 
 def unpack(graph: fx.Graph, node: fx.Node, names: Sequence[str | None]) -> list[fx.Node]:

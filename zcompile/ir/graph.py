@@ -9,7 +9,7 @@ from enum import Enum
 from torch import fx
 
 from zcompile import ops
-from zcompile.ir import meta
+from zcompile.ir import calls, meta
 
 
 class Direction(Enum):
@@ -138,7 +138,7 @@ class Region:
     @property
     def results(self) -> list[fx.Node]:
         """The returned nodes, in order."""
-        return list(output_node(self.fx).args[0])  # type: ignore[arg-type]
+        return calls.tensors(output_node(self.fx))
 
 
 @dataclass
@@ -177,8 +177,7 @@ class Graph:
     @property
     def outputs(self) -> list[tuple[fx.Node, Role]]:
         """Each returned node with its role, in order."""
-        values: list[fx.Node] = list(self.output.args[0])  # type: ignore[arg-type]
-        return list(zip(values, meta.roles(self.output), strict=True))
+        return list(zip(calls.tensors(self.output), meta.roles(self.output), strict=True))
 
     def set_outputs(self, outputs: list[tuple[fx.Node, Role]]) -> None:
         """Replace what the graph returns."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from zcompile import ops
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import (
     Buffer,
     Grad,
@@ -73,7 +73,7 @@ def print_node(node: fx.Node, device: str = "cpu") -> str:
         device: the device type that is not printed.
     """
     if node.op == "output":
-        outputs = zip_longest(node.args[0], meta.roles(node))  # type: ignore[arg-type]
+        outputs = zip_longest(calls.tensors(node), meta.roles(node))
         return "return " + ", ".join(f"{describe(role)} {literal(value)}" for value, role in outputs)
     if node.op == "placeholder":
         return f"%{node.name}: {type_text(meta.value(node), device)} = {_origin(meta.origin(node))}"
@@ -125,7 +125,7 @@ def _region(region: Region, device: str) -> Iterator[str]:
 
 
 def _returned(graph: fx.Graph) -> Sequence[Any]:
-    return next((n.args[0] for n in reversed(graph.nodes) if n.op == "output"), ())  # type: ignore[return-value]
+    return next((calls.tensors(n) for n in reversed(graph.nodes) if n.op == "output"), ())
 
 
 def _body(nodes: Sequence[fx.Node], device: str) -> Iterator[str]:
@@ -180,8 +180,8 @@ def _call(node: fx.Node) -> str:
     if node.op == "get_attr":
         return f"attr {node.target!r}"
     if node.target is ops.region_call and len(node.args) == 2:
-        name, args = node.args
-        return f"call {name}({', '.join(literal(a) for a in args)})"  # type: ignore[union-attr]
+        name, passed = calls.region(node)
+        return f"call {name}({', '.join(literal(a) for a in passed)})"
     args = [literal(a) for a in node.args] + [f"{name}={literal(a)}" for name, a in node.kwargs.items()]
     return f"{operator_name(node.target)}({', '.join(args)})"
 

@@ -221,7 +221,8 @@ class _Lockstep:
                 raise VerifyError(f"%{node.name} reads %{source.name} before its wait; read the results of zc.wait")
             return found
 
-        return fx.map_arg((node.args, node.kwargs), value)  # type: ignore[return-value]
+        arguments: Any = fx.map_arg((node.args, node.kwargs), value)
+        return arguments
 
     def _on(self, rank: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function with the random numbers of a rank."""

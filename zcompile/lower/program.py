@@ -9,7 +9,7 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.errors import PassError
-from zcompile.ir import edit, meta
+from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import (
     Buffer,
     Grad,
@@ -26,6 +26,7 @@ from zcompile.ir.graph import (
     Saved,
     Tangent,
 )
+from zcompile.ir.operators import operator_name
 from zcompile.program import Call, Instruction, Port, Program, Release, Start, TensorType, Wait
 
 _KINDS: dict[type, str] = {
@@ -76,7 +77,7 @@ class _Lowering:
             elif node.target is ops.wait:
                 self._wait(node)
             elif node.target is ops.release:
-                self.instructions.append(Release(tuple(self.slots[n] for n in node.args[0])))  # type: ignore[union-attr]
+                self.instructions.append(Release(tuple(self.slots[n] for n in calls.tensors(node))))
             elif not edit.is_getitem(node) and node.target is not ops.cast:
                 raise PassError(
                     f"node '{node.name}' computes outside of every region; end the pipeline's ZeRO passes with 'outline'"
@@ -97,10 +98,10 @@ class _Lowering:
     def _last_reads(self) -> dict[fx.Node, fx.Node]:
         """The last node that reads each value; what a collective reads is read until its wait."""
         last: dict[fx.Node, fx.Node] = {}
-        wait_of = {w.args[0]: w for w in self.graph.body if w.target is ops.wait}
+        wait_of = {calls.source(w): w for w in self.graph.body if w.target is ops.wait}
         position = {n: i for i, n in enumerate(self.graph.fx.nodes)}
         for node in self.graph.fx.nodes:
-            reader = wait_of.get(node, node)
+            reader = wait_of.get(node) or node
             for source in node.all_input_nodes:
                 if source not in last or position[last[source]] < position[reader]:
                     last[source] = reader
@@ -114,13 +115,11 @@ class _Lowering:
         slots = [-1] * len(meta.value(node))
         for user in node.users:
             if edit.is_getitem(user):
-                slots[int(user.args[1])] = self._slot(user)  # type: ignore[call-overload]
+                slots[calls.index(user)] = self._slot(user)
         return tuple(slots)
 
     def _call(self, node: fx.Node) -> None:
-        name, args = node.args
-        assert isinstance(name, str) and isinstance(args, (list, tuple))
-        values: list[Any] = list(args)
+        name, values = calls.region(node)
         inputs = tuple(self.slots[a] for a in values)
         types = tuple(TensorType(tuple(v.shape), v.dtype) for v in meta.value(node))
         self.instructions.append(Call(name, inputs, self._results(node), self._frees(node, values), types))
@@ -128,7 +127,7 @@ class _Lowering:
     def _start(self, node: fx.Node) -> None:
         wait = next(u for u in node.users if u.target is ops.wait)
         ticket = self.tickets[wait] = len(self.tickets)
-        sends, cast = self._before_cast(list(node.args[0]))  # type: ignore[arg-type]
+        sends, cast = self._before_cast(calls.tensors(node))
         outputs = list(self._results(wait))
         for index, slot in enumerate(outputs):
             if slot < 0:  # nobody reads this result, but the collective still writes it
@@ -136,7 +135,7 @@ class _Lowering:
                 self.num_slots += 1
         types = tuple(TensorType(tuple(v.shape), v.dtype) for v in meta.value(node))
         grads = tuple(self.grads.get((wait, index), "") for index in range(len(outputs)))
-        op = node.target._opname  # type: ignore[union-attr]
+        op = operator_name(node.target).removeprefix("zc.")
         inputs = tuple(self.slots[s] for s in sends)
         self.instructions.append(
             Start(op, inputs, tuple(outputs), types, grads, cast, f"{op} {self._label(node)}", ticket)
@@ -146,24 +145,21 @@ class _Lowering:
         """What goes into a collective before its ``zc.cast``, which the runtime does into the collective's own buffers."""
         sources: list[fx.Node] = []
         for send in sends:
-            source = send.args[0] if edit.is_getitem(send) else None
-            if not isinstance(source, fx.Node) or source.target is not ops.cast:
+            source = calls.picked_from(send)
+            if source is None or source.target is not ops.cast:
                 return sends, None
-            sources.append(source.args[0][int(send.args[1])])  # type: ignore[index, call-overload]
+            sources.append(calls.tensors(source)[calls.index(send)])
         return sources, meta.tensor(sends[0]).dtype
 
     def _wait(self, node: fx.Node) -> None:
-        start = node.args[0]
-        assert isinstance(start, fx.Node)
-        self.instructions.append(
-            Wait(self.tickets[node], self._frees(node, [s for s in start.args[0] if s in self.slots]))
-        )  # type: ignore[union-attr]
+        sends = calls.tensors(calls.source(node))
+        self.instructions.append(Wait(self.tickets[node], self._frees(node, [s for s in sends if s in self.slots])))
 
     def _label(self, node: fx.Node) -> str:
         """The units that a collective carries, for errors."""
         units: dict[str, None] = {}
-        for send in self._before_cast(list(node.args[0]))[0]:  # type: ignore[arg-type]
-            origin = meta.origin(send)  # type: ignore[arg-type]
+        for send in self._before_cast(calls.tensors(node))[0]:
+            origin = meta.origin(send)
             if isinstance(origin, Param):
                 units[origin.unit or origin.name] = None
         wait = next(u for u in node.users if u.target is ops.wait)
@@ -177,12 +173,12 @@ class _Lowering:
         """For each result of a wait that is exactly one parameter's gradient, that parameter."""
         found: dict[tuple[fx.Node, int], str] = {}
         for node, role in self.graph.outputs:
-            source = node.args[0] if edit.is_getitem(node) else None
-            if isinstance(role, Grad) and isinstance(source, fx.Node) and source.target is ops.wait:
-                key = (source, int(node.args[1]))  # type: ignore[call-overload]
+            source = calls.picked_from(node)
+            if isinstance(role, Grad) and source is not None and source.target is ops.wait:
+                key = (source, calls.index(node))
                 found[key] = "" if key in found or len(node.users) > 1 else role.name
         return found
 
 
 def _key(what: Origin | Role) -> Any:
-    return getattr(what, "name", None) if hasattr(what, "name") else what.index  # type: ignore[union-attr]
+    return what.index if isinstance(what, (Input, Tangent, Output, InputGrad, InputMutation)) else what.name
