@@ -124,7 +124,8 @@ def _quiet(logger: str) -> Iterator[None]:
 
 def is_attention(target: Any) -> bool:
     """Whether a call in Dynamo's graph is ``scaled_dot_product_attention``."""
-    return target in (torch._C._nn.scaled_dot_product_attention, nn.functional.scaled_dot_product_attention)
+    inner = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
+    return target in (inner, nn.functional.scaled_dot_product_attention)
 
 
 def is_random_call(target: Any) -> bool:
@@ -285,7 +286,7 @@ def inductor_compile(module: fx.GraphModule, example_inputs: list[Any], fake_mod
 
 def keeps_graph() -> bool:
     """Inside a backward: whether the caller passed ``retain_graph=True``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def will_accumulate(nodes: list[Any]) -> list[bool]:
@@ -456,6 +457,7 @@ class _Probe(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3)
+        self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -518,7 +520,7 @@ def _check_autograd() -> None:
             return w.sum()
 
         @staticmethod
-        def backward(ctx: Any, g: torch.Tensor) -> None:
+        def backward(ctx: Any, *grad_outputs: Any) -> None:
             seen.append((keeps_graph(), will_accumulate([grad_accumulator(w)])))
             w.grad = torch.full((2,), 3.0)
 

@@ -143,7 +143,8 @@ def fetch(value: Any, path: Path) -> Any:
         elif kind == "attr":
             value = getattr(value, key)
         else:
-            value = compat.flatten_node(value)[key]
+            children: Any = compat.flatten_node(value)
+            value = children[key]
     return value
 
 
