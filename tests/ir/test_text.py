@@ -126,6 +126,22 @@ def test_parsed_values_are_fake_and_complete() -> None:
     graph.fx.lint()
 
 
+def test_nodes_to_recompute_are_marked() -> None:
+    text = """\
+graph m.joint
+  inputs:
+    %w: f32[4, 4] = param 'w' of [4, 4]
+  body:
+    %t: f32[4, 4]{1, 4} = aten.permute(%w, [1, 0]) !recompute @2
+    %a: f32[2, 4], %b: f32[2, 4] = aten.split.Tensor(%w, 2) !recompute
+    %split: [f32[2, 4], f32[2, 4]] = aten.split.Tensor(%w, 2)
+    %c: f32[2, 4] = operator.getitem(%split, 0) !recompute
+  return output 0 %t, output 1 %a, output 2 %b, output 3 %c"""
+    graph = parse_graph(text)
+    assert print_graph(graph) == text
+    assert [n.name for n in graph.body if meta.recompute(n)] == ["t", "split_1", "a", "b", "c"]
+
+
 def test_types_may_be_left_out() -> None:
     lines = EXAMPLE.split("\n")
     body = lines.index("  body:")

@@ -46,6 +46,9 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
     """A graph of the partitioner as ours: origins of placeholders by name, saved values by name, parameters never among them."""
     result = Graph(name, direction, copy_fx(graph))
     values: list[fx.Node | None] = [*calls.tensors(output_node(result.fx))]
+    for node in result.inputs:
+        meta.set_origin(node, origins.get(node.name)) if node.name in origins else None
+    written = {_target(role) for role in roles}
     kept: list[tuple[fx.Node, Role]] = []
     for index, value in enumerate(values):
         if value is None:
@@ -53,9 +56,14 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
         role = roles[index] if index < len(roles) else Saved(value.name)
         if isinstance(role, Saved) and isinstance(origins.get(value.name), Param):
             continue
+        if isinstance(role, Saved) and meta.origin(_owner(value)) in written:
+            value = _clone(
+                result.fx, value
+            )  # what is saved is the old value, and the call goes on to write the new one
         kept.append((value, role))
     result.set_outputs(kept)
     for node in result.body:
+        meta.clear_recompute(node)
         if meta.value(node) is None and (picks := [u for u in node.users if edit.is_getitem(u)]):
             # the partitioner types only the picks of what it inserts to save random states
             by_index = {calls.index(u): meta.value(u) for u in picks}

@@ -79,6 +79,12 @@ def set_recompute(node: fx.Node) -> None:
     node.meta["ac_graph_id"] = _PARAM_CHAINS
 
 
+def clear_recompute(node: fx.Node) -> None:
+    """Take the tag off again, after the split."""
+    for key in (_RECOMPUTE, "ac_graph_id"):
+        node.meta.pop(key, None)
+
+
 def source(node: fx.Node) -> str:
     """The user's source line that a node came from (``file:line``); empty when unknown."""
     trace = node.meta.get(_SOURCE) or ""

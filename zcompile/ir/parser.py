@@ -318,9 +318,12 @@ class _GraphParser:
                     break
             s.expect("=")
         call = self._call(s, nodes)
+        recompute = s.accept("!", "recompute")
         index = s.integer() if s.accept("@") else None
         s.end()
         for node in self._make(s, nodes, call, names, types):
+            if recompute:
+                meta.set_recompute(node)
             if index is not None:
                 meta.set_region(node, index)
 

@@ -77,7 +77,7 @@ def print_node(node: fx.Node, device: str = "cpu") -> str:
         return "return " + ", ".join(f"{describe(role)} {literal(value)}" for value, role in outputs)
     if node.op == "placeholder":
         return f"%{node.name}: {type_text(meta.value(node), device)} = {_origin(meta.origin(node))}"
-    return f"{_targets(node, [], device)}{_call(node)}{_region_index(node)}"
+    return f"{_targets(node, [], device)}{_call(node)}{_tags(node)}"
 
 
 def describe(what: Origin | Role | None) -> str:
@@ -134,7 +134,7 @@ def _body(nodes: Sequence[fx.Node], device: str) -> Iterator[str]:
         node = nodes[position]
         results = _results_after(nodes, position)
         position += 1 + len(results)
-        yield f"    {_targets(node, results, device)}{_call(node)}{_region_index(node)}"
+        yield f"    {_targets(node, results, device)}{_call(node)}{_tags(node)}"
 
 
 def _results_after(nodes: Sequence[fx.Node], position: int) -> list[fx.Node]:
@@ -148,7 +148,7 @@ def _results_after(nodes: Sequence[fx.Node], position: int) -> list[fx.Node]:
         return []  # one name on the line would read as the node's own
     picked: dict[int, fx.Node] = {}
     for item in nodes[position + 1 : position + 1 + len(node.users)]:
-        if not edit.is_getitem(item) or item.args[0] is not node or meta.region(item) != meta.region(node):
+        if not edit.is_getitem(item) or item.args[0] is not node or _tags(item) != _tags(node):
             return []
         index = item.args[1]
         if not isinstance(index, int) or not 0 <= index < len(val) or index in picked:
@@ -186,6 +186,6 @@ def _call(node: fx.Node) -> str:
     return f"{operator_name(node.target)}({', '.join(args)})"
 
 
-def _region_index(node: fx.Node) -> str:
+def _tags(node: fx.Node) -> str:
     index = meta.region(node)
-    return "" if index is None else f" @{index}"
+    return (" !recompute" if meta.recompute(node) else "") + ("" if index is None else f" @{index}")

@@ -20,7 +20,7 @@ _TOKEN = re.compile(
   | (?P<number>-?(?:\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|\d+)|-inf\b)
   | (?P<ref>%\w+)
   | (?P<word>[A-Za-z_]\w*(?:\.\w+)*)
-  | (?P<mark>[\[\](){},:=@])
+  | (?P<mark>[\[\](){},:=@!])
   )""",
     re.VERBOSE,
 )
