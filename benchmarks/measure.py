@@ -124,7 +124,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    if world_size > 1:
+    distributed = args.system != "single"
+    if distributed:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     torch.set_float32_matmul_precision("high")
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
@@ -181,7 +182,7 @@ def main() -> None:
         result["copy_bytes_per_s"] = copy_bandwidth(device, 2**32 if on_gpu else 2**24)
     if rank == 0:
         print("RESULT " + json.dumps(result), flush=True)
-    if world_size > 1:
+    if distributed:
         dist.destroy_process_group()
 
 

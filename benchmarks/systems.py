@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -54,9 +54,13 @@ class Trainee:
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     facts: Callable[[], dict[str, Any]] = field(default=dict)
 
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
     def zero(self) -> None:
         """Drop the gradients."""
-        for p in self.model.parameters():
+        for p in self.parameters:
             p.grad = None
 
 

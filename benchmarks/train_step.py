@@ -63,16 +63,17 @@ def run(args: argparse.Namespace, size: str, system: str) -> dict[str, Any]:
     threads = os.environ.get("OMP_NUM_THREADS", "8" if args.device == "cuda" else "1")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads}
     begin = time.monotonic()
-    process = subprocess.Popen(
-        program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
         output, _ = process.communicate(timeout=args.timeout)
         ended = f"exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
+        kill_tree(process.pid)
         output, _ = process.communicate()
         ended = f"not done in {args.timeout:.0f} s"
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
     seconds = time.monotonic() - begin
     if args.logs:
         Path(args.logs).mkdir(parents=True, exist_ok=True)
@@ -87,6 +88,21 @@ def run(args: argparse.Namespace, size: str, system: str) -> dict[str, Any]:
         "log": output[-4000:],
         "seconds": seconds,
     }
+
+
+def kill_tree(pid: int) -> None:
+    """End a launcher and its ranks, which have sessions of their own."""
+    pids = [pid]
+    for parent in pids:  # grows while it is read
+        try:
+            pids += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+        except OSError:
+            continue
+    for one in pids:
+        try:
+            os.kill(one, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 def reason(output: str) -> str:
@@ -157,6 +173,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended too
     sizes = args.sizes.split(",") if args.sizes else list(QUICK_SIZES if args.quick else GPU_SIZES)
     systems = args.only.split(",") if args.only else list(QUICK_SYSTEMS if args.quick else SYSTEMS)
     if args.stages is not None:
