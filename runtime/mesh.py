@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile import compat
-from zcompile.errors import MeshError
+from zcompile.errors import MeshError, RankTimeoutError
 from zcompile.runtime.direct import DirectCollectives, Starter
+from zcompile.runtime.judge import name_ranks
 
 #: the process-group backend of each device type
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -64,6 +65,7 @@ class Mesh:
         Raises:
             MeshError: a mesh of several axes, of another device type or without this rank, or a device without a
                 backend.
+            RankTimeoutError: a rank did not come within ``timeout``.
         """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -79,11 +81,12 @@ class Mesh:
             ranks, axis = list(range(dist.get_world_size())), DEFAULT_AXIS
         else:
             ranks, axis = _check_user_mesh(device_mesh, device)
+        rank = ranks.index(dist.get_rank())
+        store = _own_store(ranks, rank)
+        _wait_for_all(store, rank, len(ranks), timeout)
         group = _own_group(ranks, BACKENDS[device.type], timeout)
         if device_mesh is None:
             device_mesh = _world_mesh(device, group)
-        rank = dist.get_rank(group)
-        store = _own_store(ranks, rank)
         return cls(axis, len(ranks), rank, device, timeout, device_mesh, group, store, DirectCollectives(group))
 
     @property
@@ -162,3 +165,25 @@ def _own_store(ranks: list[int], rank: int) -> dist.Store:
     members = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
     number = store.add(f"zcompile/{members}/meshes/{rank}", 1)
     return dist.PrefixStore(f"zcompile/{members}/{number}", store)
+
+
+def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    """Wait until every rank is here: making a group without one would end with an error that names nobody."""
+    head = f"[rank {rank} of {size}] rank {rank}"
+    store.set(f"arrived/{rank}", b"")
+    if store.add("arrived", 1) == size:
+        if store.add("decided", 1) > 1:
+            raise RankTimeoutError(f"{head} calls compile after others gave up waiting for it; pass a longer timeout")
+        store.set("all arrived", b"")
+        return
+    try:
+        store.wait(["all arrived"], datetime.timedelta(seconds=timeout))
+    except RuntimeError as error:
+        arrived = [r for r in range(size) if store.check([f"arrived/{r}"])]
+        missing = [r for r in range(size) if r not in arrived]
+        if store.add("decided", 1) > 1 and not missing and store.check(["all arrived"]):
+            return
+        raise RankTimeoutError(
+            f"{head} waits for all ranks to call compile since {timeout:.0f} s: arrived: {name_ranks(arrived)}; "
+            f"missing: {name_ranks(missing) if missing else 'none any more'}; find out why, or pass a longer timeout"
+        ) from error
