@@ -106,10 +106,15 @@ def another_policy(diverge: Callable[[], None]) -> None:
 
 
 def never_compiles(diverge: Callable[[], None]) -> None:
-    if is_odd():
-        time.sleep(20.0)
-    else:
+    if not is_odd():
         compiled(timeout=5.0)
+
+
+def compiles_late(diverge: Callable[[], None]) -> None:
+    if is_odd():
+        time.sleep(10.0)
+        diverge()
+    compiled(timeout=5.0)
 
 
 def another_forward(diverge: Callable[[], None]) -> None:
@@ -127,7 +132,7 @@ def stops_coming(diverge: Callable[[], None]) -> None:
     steps(model, 3)
     diverge()
     if is_odd():
-        time.sleep(20.0)
+        time.sleep(10.0)
         diverge()
     steps(model, 1)
 
@@ -198,21 +203,7 @@ def raises_in_forward(diverge: Callable[[], None]) -> None:
     model = compiled(Touchy())
     steps(model, 3)
     diverge()
-    if is_odd():
-        try:
-            model(rows(3, 1), fail=True)
-        finally:
-            time.sleep(LIMIT)
-    steps(model, 3)
-
-
-def dies_of_an_exception(diverge: Callable[[], None]) -> None:
-    model = compiled()
-    steps(model, 3)
-    diverge()
-    if is_odd():
-        raise SystemExit("no more data")
-    steps(model, 3)
+    steps(model, 1, fail=is_odd())
 
 
 def killed(diverge: Callable[[], None]) -> None:
@@ -253,6 +244,7 @@ SCENARIOS: dict[str, Callable[[Callable[[], None]], None]] = {
         another_stage,
         another_policy,
         never_compiles,
+        compiles_late,
         another_forward,
         stops_coming,
         one_in_eval,
@@ -261,7 +253,6 @@ SCENARIOS: dict[str, Callable[[Callable[[], None]], None]] = {
         skips_a_backward,
         clips_alone,
         raises_in_forward,
-        dies_of_an_exception,
         killed,
         killed_in_backward,
         host_killed,
@@ -281,15 +272,15 @@ EXPECTED: dict[str, tuple[str, str, tuple[int, ...]]] = {
         (),
     ),
     "never_compiles": ("RankTimeoutError", r"missing: rank 1", (ODD,)),
+    "compiles_late": ("RankTimeoutError", r"missing: rank 1|calls compile after others gave up", ()),
     "another_forward": ("RankMismatchError", r"ranks disagree about call 1: .*spare", ()),
     "stops_coming": ("RankTimeoutError", r"missing: rank 1", ()),
-    "one_in_eval": ("RankMismatchError", r"forward \(eval\)", ()),
+    "one_in_eval": ("RankMismatchError", r"forward \(eval, no_grad\)", ()),
     "frozen_later": ("RankMismatchError", r"middle\.weight", ()),
     "one_in_no_sync": ("RankMismatchError", r"no_sync", ()),
     "skips_a_backward": ("RankMismatchError", r"forward \(train\)", ()),
-    "clips_alone": ("RankMismatchError", r"gradient norm", ()),
+    "clips_alone": ("RankMismatchError", r"clip_grad_norm_", ()),
     "raises_in_forward": ("RankError", r"rank 1 raised ValueError: a bad batch", (ODD,)),
-    "dies_of_an_exception": ("RankError", r"rank 1 (is gone|has ended)", (ODD,)),
     "killed": ("RankError", r"rank 1 is gone", (ODD,)),
     "killed_in_backward": ("RankError", r"rank 1 is gone", (ODD,)),
     "host_killed": ("RankError", r"rank 0, which hosts the store, is gone", (0,)),
@@ -316,7 +307,7 @@ def test_every_rank_ends_with_the_reason(ranks: Pools, name: str) -> None:
     check(ranks, 2, name)
 
 
-@pytest.mark.parametrize("name", ["frozen_layer", "another_forward", "one_in_eval", "raises_in_forward", "killed"])
+@pytest.mark.parametrize("name", ["another_forward", "one_in_eval", "killed"])
 @pytest.mark.parametrize("world", [3])
 def test_every_rank_of_three_ends_with_the_reason(ranks: Pools, name: str, world: int) -> None:
     check(ranks, world, name)
