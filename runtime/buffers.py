@@ -50,6 +50,14 @@ class Buffers:
         (copy,) = self.take([TensorType(tuple(tensor.shape), tensor.dtype)])
         return copy.copy_(tensor)
 
+    def part(self, buffer: Tensor, shape: torch.Size, index: int) -> Tensor:
+        """Part ``index`` of a buffer along its flat memory, as ``shape``; made once a buffer."""
+        part = buffer.__dict__.get("part")
+        if part is None:
+            numel = shape.numel()
+            part = buffer.__dict__["part"] = buffer.view(-1)[index * numel : (index + 1) * numel].view(shape)
+        return part
+
     def give(self, tensors: Sequence[Tensor]) -> None:
         """Take buffers back."""
         for tensor in tensors:

@@ -107,7 +107,8 @@ class Collectives:
             for out, part in zip(outputs, inputs, strict=True):
                 out.copy_(part.view(out.shape))
             return DONE
-        wire_out, wire_in = [_bytes(t) for t in outputs], [_bytes(t) for t in inputs]
+        # gloo joins a bucket's tensors into one of the first one's dtype, NCCL does not
+        wire_out, wire_in = ([_bytes(t) if self._on_host else _real(t) for t in ts] for ts in (outputs, inputs))
         return self._start(
             lambda: [compat.start_all_gather(self._group, wire_out, wire_in)], description, kept=(wire_out, wire_in)
         )

@@ -120,11 +120,7 @@ class Executor:
         if self.buffers.device.type == "cpu":
             casts = [torch.empty(s.shape, dtype=dtype) for s in shards]
         else:
-            rank = self.shards.mesh.rank
-            casts = [
-                o.view(-1)[rank * s.numel() : (rank + 1) * s.numel()].view(s.shape)
-                for s, o in zip(shards, outputs, strict=True)
-            ]
+            casts = [self.buffers.part(o, s.shape, self.shards.mesh.rank) for s, o in zip(shards, outputs, strict=True)]
         compat.foreach_copy(casts, shards)
         return casts
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zcompile import compat
-from zcompile.errors import BackwardError, RankError
+from zcompile.errors import BackwardError, CaptureError, RankError
 from zcompile.program import Program, StepProgram
 from zcompile.runtime.agreement import Agreement, TextSequence
 from zcompile.runtime.buffers import Buffers
@@ -34,6 +34,7 @@ class StepRunner:
         self.buffer_of = buffer_of
         self.local_only = False
         self._probe = torch.zeros((), requires_grad=True)
+        self._probe_node = compat.grad_accumulator(self._probe)
 
     def forward(self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:
         """Run a step's forward.
@@ -50,7 +51,7 @@ class StepRunner:
             outputs, _ = self.run_forward(step, constants, inputs)
             return outputs
         parameters = [self.shards.parameter(name) for name in step.trainable]
-        outputs = _Step.apply(self, step, constants, len(inputs), *inputs, *parameters)
+        outputs = _Step.apply(self, step, constants, len(inputs), self._probe, *inputs, *parameters)
         return list(outputs)
 
     def run_forward(
@@ -77,9 +78,10 @@ class StepRunner:
             elif port.kind == "mutation":
                 self.buffer_of(port.key).copy_(value)
             elif port.kind == "input_mutation":
-                inputs[port.key].detach().copy_(value)
+                _write_input(inputs, port.key, value)
             else:
                 (saved.kept if port.kind == "kept" else saved.values)[port.key] = value
+        saved.versions = [compat.version(v) for v in saved.values.values()]
         return outputs, saved
 
     def run_backward(
@@ -102,6 +104,7 @@ class StepRunner:
             self.agreement.event(f"backward ({step.label}, no_sync)", step.local_sequence)
         else:
             self.agreement.event(f"backward ({step.label})", step.backward_sequence)
+        saved.check_versions()
         kept = saved.take_kept(keep)
         slots: list[Any] = [None] * program.num_slots
         for port in program.inputs:
@@ -128,8 +131,12 @@ class StepRunner:
             raise
 
     def in_default_mode(self) -> bool:
-        """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does."""
-        return compat.will_accumulate([compat.grad_accumulator(self._probe)])[0]
+        """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does.
+
+        The probe is a leaf in every step's graph that nobody asks gradients of: it is skipped exactly by ``autograd.grad`` and
+        ``backward(inputs=...)``.
+        """
+        return compat.will_accumulate([self._probe_node])[0]
 
     def accumulate(self, step: StepProgram, grads: list[tuple[str, Tensor]]) -> dict[str, Any]:
         """Put gradients where they belong; returns those that the engine must handle, by parameter."""
@@ -160,13 +167,38 @@ class StepRunner:
         return self.shards.as_seen(spec, logical(spec, padded, self.shards.mesh.rank).clone())
 
 
+def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:
+    target = inputs[index]
+    memory = target.untyped_storage().data_ptr()
+    for other, tensor in enumerate(inputs):
+        if other != index and memory and tensor.untyped_storage().data_ptr() == memory:
+            raise CaptureError(
+                f"tensor arguments {other} and {index} share memory and forward writes to {index} in place; pass a clone of one"
+            )
+    target.detach().copy_(value)
+
+
 class SavedValues:
     """What one forward left for its backward. Kept buffers go back when nobody needs them any more."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.values: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
+        self.versions: list[int] = []
         self._buffers = buffers
+
+    def check_versions(self) -> None:
+        """Refuse a backward whose values were written to since the forward, as autograd does.
+
+        Raises:
+            BackwardError: an argument, buffer or output that backward reads was changed in place.
+        """
+        for (name, value), version in zip(self.values.items(), self.versions, strict=True):
+            if compat.version(value) != version:
+                raise BackwardError(
+                    f"a tensor that backward needs ('{name}', {list(value.shape)}) has been modified by an inplace operation since "
+                    "the forward: it is an argument, an output or a buffer of the model; change a clone of it"
+                )
 
     def take_kept(self, keep: bool) -> dict[str, Tensor]:
         """The kept buffers for a backward, which releases them: copies if another backward will come."""
@@ -190,6 +222,7 @@ class _Step(torch.autograd.Function):
         step: StepProgram,
         constants: Mapping[str, Tensor],
         num_inputs: int,
+        probe: Tensor,
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
         outputs, saved = runner.run_forward(step, constants, tensors[:num_inputs])
@@ -227,4 +260,4 @@ class _Step(torch.autograd.Function):
         grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
         returned = ctx.runner.accumulate(step, grads)
         inputs = [input_grads.get(i) for i in range(ctx.num_inputs)]
-        return (None, None, None, None, *inputs, *[returned.get(name) for name in step.trainable])
+        return (None, None, None, None, None, *inputs, *[returned.get(name) for name in step.trainable])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,16 +99,31 @@ def as_if_compiling() -> Iterator[None]:
 # Capture. -------------------------------------------------------------------------------------------------------------
 
 
-def dynamo_capture(module: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
-    """Dynamo's full-graph capture of ``module(*args)``; parameters and buffers keep their dotted names."""
+def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] | None = None) -> fx.GraphModule:
+    """Dynamo's full-graph capture of ``module(*args)``; parameters and buffers keep their dotted names.
+
+    Python objects that the program changes, which the captured graph will not, are appended to ``changed``.
+    """
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
-    logging_calls = {f for f in vars(logging.Logger).values() if callable(f)}  # they ran in the fake eager run
-    options = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "ignore_logging_functions": logging_calls}
-    with config.patch(options), warnings.catch_warnings(), _quiet("torch._dynamo.metrics_context"):
-        warnings.filterwarnings("ignore", message=".*found certain side effects.*")  # checked before, and refused by name
-        return dynamo_graph_capture_for_export(module)(*args)
+    # these ran in the fake eager run
+    logging_calls = {f for f in vars(logging.Logger).values() if callable(f)} | {warnings.warn}
+    options = {
+        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": True,
+        "ignore_logging_functions": logging_calls,
+    }
+    with config.patch(options), _quiet("torch._dynamo.metrics_context"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        captured = dynamo_graph_capture_for_export(module)(*args)
+    for warning in caught:
+        text = str(warning.message)
+        if "found certain side effects" not in text:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        elif changed is not None:
+            changed += re.findall(r"[\"']([^,]+)[\"'](?:, |\]$)", text.partition("check: ")[2])
+    return captured
 
 
 @contextlib.contextmanager
@@ -131,7 +147,9 @@ def is_attention(target: Any) -> bool:
 def is_random_call(target: Any) -> bool:
     """Whether a call in Dynamo's graph draws random numbers."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return any(word in name for word in ("rand", "bernoulli", "dropout", "normal", "uniform", "exponential", "multinomial"))
+    return any(
+        word in name for word in ("rand", "bernoulli", "dropout", "normal", "uniform", "exponential", "multinomial")
+    )
 
 
 def dynamo_errors() -> tuple[type[BaseException], ...]:
@@ -300,6 +318,11 @@ def grad_accumulator(parameter: torch.Tensor) -> Any:
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
+def version(value: Any) -> int:
+    """How often a tensor's memory was written in place, through any view that autograd knows; 0 where that is not counted."""
+    return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
+
+
 def tensor_hooks(tensor: torch.Tensor) -> bool:
     """Whether ``register_hook`` was called on ``tensor`` and the hook is still there."""
     return bool(tensor._backward_hooks)
@@ -312,6 +335,19 @@ def module_hooks(module: nn.Module) -> list[str]:
         "forward hook": module._forward_hooks,
         "backward hook": module._backward_hooks,
         "backward pre-hook": module._backward_pre_hooks,
+    }
+    return [kind for kind, hooks in kinds.items() if hooks]
+
+
+def global_module_hooks() -> list[str]:
+    """The kinds of hooks that are registered for all modules, and that a capture would drop."""
+    from torch.nn.modules import module
+
+    kinds = {
+        "forward pre-hook": module._global_forward_pre_hooks,
+        "forward hook": module._global_forward_hooks,
+        "backward hook": module._global_backward_hooks,
+        "backward pre-hook": module._global_backward_pre_hooks,
     }
     return [kind for kind, hooks in kinds.items() if hooks]
 
@@ -530,7 +566,8 @@ def _check_autograd() -> None:
     assert seen == [(True, [True])], f"inside backward: keeps graph, will accumulate = {seen}"
     assert len(fired) == 1 and fired[0][0] == 3.0, "a None gradient no longer fires the post-accumulate hook once"
     assert not tensor_hooks(w)
-    assert module_hooks(nn.Linear(1, 1)) == []
+    assert module_hooks(nn.Linear(1, 1)) == [] and isinstance(global_module_hooks(), list)
+    assert version(torch.zeros(1).add_(1)) == 1
 
 
 def _check_operators() -> None:

@@ -27,17 +27,17 @@ NUM_OPTIONS = 8
 
 @triton.jit
 def _update(  # pragma: no cover - runs on the device
-    param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, options,
+    param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, numbers,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """One block; ``MASKED`` when it reaches beyond its segment. Unmasked accesses are 16 bytes wide."""
-    step_size = tl.load(options)
-    decay = tl.load(options + 1)
-    weight1 = tl.load(options + 2)
-    beta2 = tl.load(options + 3)
-    weight2 = tl.load(options + 4)
-    eps = tl.load(options + 5)
-    root_correction = tl.load(options + 6)
+    step_size = tl.load(numbers)
+    decay = tl.load(numbers + 1)
+    weight1 = tl.load(numbers + 2)
+    beta2 = tl.load(numbers + 3)
+    weight2 = tl.load(numbers + 4)
+    eps = tl.load(numbers + 5)
+    root_correction = tl.load(numbers + 6)
     lanes = tl.arange(0, BLOCK)
     mask = (lanes < count) if MASKED else None
     p = tl.load(param + param_start + lanes, mask=mask).to(tl.float32)
@@ -63,7 +63,7 @@ def _update(  # pragma: no cover - runs on the device
 
 @triton.jit
 def _adamw_kernel(  # pragma: no cover - runs on the device
-    param, grad, exp_avg, exp_avg_sq, maxima, copy_out, clip_factor, grad_scale, table, block_segment, options,
+    param, grad, exp_avg, exp_avg_sq, maxima, copy_out, clip_factor, grad_scale, table, block_segment, numbers,
     BLOCK: tl.constexpr, NUM_OPTIONS: tl.constexpr, CLIP: tl.constexpr, SCALE: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """One program updates one block of one segment; ``table`` rows: first block, param start, state start, elements."""
@@ -74,20 +74,20 @@ def _adamw_kernel(  # pragma: no cover - runs on the device
     param_start = tl.multiple_of(tl.load(row + 1) + offset, 16)
     state_start = tl.multiple_of(tl.load(row + 2) + offset, 16)
     count = tl.load(row + 3) - offset
-    options += segment * NUM_OPTIONS
-    factor = tl.load(options + 7)
+    numbers += segment * NUM_OPTIONS
+    factor = tl.load(numbers + 7)
     if CLIP:
         factor *= tl.load(clip_factor)
     if SCALE:
         factor /= tl.load(grad_scale)
     if count >= BLOCK:
         _update(
-            param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, options,
+            param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, numbers,
             BLOCK, False, AMSGRAD, COPY,
         )  # fmt: skip
     else:
         _update(
-            param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, options,
+            param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, numbers,
             BLOCK, True, AMSGRAD, COPY,
         )  # fmt: skip
 
