@@ -107,7 +107,9 @@ def compile(
         gradient_accumulation_steps=gradient_accumulation_steps,
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
-        differentiable=None if differentiable is None else tuple(differentiable),
+        differentiable=(differentiable,)
+        if isinstance(differentiable, (str, int))
+        else differentiable and tuple(differentiable),
         verify=verify,
         timeout=timeout,
         max_captures=max_captures,

@@ -54,6 +54,11 @@ def quiet_fake_kernels() -> Iterator[None]:
         logger.disabled = was
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds the conjugate or the negative of what it is."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def flatten_node(value: Any) -> list[Any] | None:
     """The children of a value whose type is registered as a pytree node; None for any other value."""
     from torch.utils import _pytree

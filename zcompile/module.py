@@ -28,7 +28,7 @@ class CompiledModule(nn.Module):
 
     Attributes:
         original: the user's module; its parameters are shards, full only inside ``unsharded()``.
-        config: how it was compiled.
+        options: how it was compiled.
         pipeline: the passes that run on every capture.
     """
 
@@ -53,7 +53,7 @@ class CompiledModule(nn.Module):
         ):
             own[extra] = original.__dict__[extra]
         own["original"] = original
-        own["config"] = config
+        own["options"] = config
         own["pipeline"] = pipeline
         own["_session"] = session
         own["training"] = original.training
@@ -228,7 +228,7 @@ class CompiledModule(nn.Module):
         buffers = runner.executor.buffers
         return Report(
             world_size=runner.shards.mesh.size,
-            stage=self.config.stage,
+            stage=self.options.stage,
             parameter_bytes=params,
             parameter_bytes_total=all_params,
             gradient_bytes=grads,

@@ -19,6 +19,7 @@ from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten
 from zcompile.config import Config
 from zcompile.errors import RankError, SignatureError, UnfilledError
+from zcompile.ir.graph import Input
 from zcompile.pipeline import Dump, Pipeline
 from zcompile.runtime.step import StepRunner
 from zcompile.verify.verifier import Verifier
@@ -75,7 +76,9 @@ class Session:
         self.latest = built
         outputs = self.runner.forward(built.program, built.captured.constants, tensors)
         for index, alias in built.captured.aliases.items():
-            base = tensors[alias.input_index]
+            base = (
+                tensors[alias.base.index] if isinstance(alias.base, Input) else self.runner.buffer_of(alias.base.name)
+            )
             outputs[index] = (
                 base
                 if alias.size is None
@@ -137,9 +140,11 @@ class Session:
 def _rng_untouched(device: torch.device) -> Iterator[None]:
     """Whatever a capture draws, the user's random streams go on as if it had not happened."""
     state = random.getstate()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    random.setstate(state)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(state)
 
 
 def buffer_reader(model: nn.Module) -> Callable[[str], Tensor]:

@@ -49,12 +49,12 @@ class ParamType:
 
 @dataclass(frozen=True)
 class InputAlias:
-    """An output that is an input, or a view of one: made again from the real input at run time.
+    """An output that is an input or a buffer, or a view of one: made again from the real tensor at run time.
 
-    ``size`` None means the input itself.
+    ``size`` None means the tensor itself.
     """
 
-    input_index: int
+    base: Input | Buffer
     size: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
@@ -78,13 +78,13 @@ class Converter:
     """AOTAutograd's joint graph with descriptors -> our joint Graph with origins and roles."""
 
     def __init__(
-        self, joint: Any, canonical: Mapping[str, str], params: Mapping[str, ParamType], leaves: list[torch.Tensor]
+        self, joint: Any, canonical: Mapping[str, str], params: Mapping[str, ParamType], num_outputs: int
     ) -> None:
         self.joint = joint
         self.module: fx.GraphModule = joint.graph_module
         self.canonical = canonical
         self.params = params
-        self.leaves = leaves
+        self.num_outputs = num_outputs
         self.types = compat.aot_descriptors()
         self.new = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
@@ -130,6 +130,13 @@ class Converter:
             return Input(desc.idx)
         if isinstance(desc, t.TangentAOTInput) and isinstance(desc.output, t.PlainAOTOutput):
             return Tangent(desc.output.idx)
+        if isinstance(desc, t.TangentAOTInput) and isinstance(desc.output, t.InputMutationAOTOutput):
+            target = self._origin(desc.output.mutated_input)
+            what = f"argument {target.index}" if isinstance(target, Input) else f"'{getattr(target, 'name', target)}'"
+            raise CaptureError(
+                f"forward writes a value that needs a gradient into {what} in place, so that a later backward would go on into this "
+                "call; write value.detach(), or return the value as an output"
+            )
         raise CaptureError(
             f"the captured graph has an input that zcompile does not know: {desc}; please report the model"
         )
@@ -175,23 +182,23 @@ class Converter:
 
     def _aliases(self, input_origins: list[Origin]) -> dict[int, InputAlias]:
         found = {}
-        for index, info in enumerate(compat.aot_metadata(self.joint).output_info):
+        for index, info in enumerate(compat.aot_metadata(self.joint).output_info[: self.num_outputs]):
             kind = compat.output_kind(info)
             base = None if kind == "fresh" else input_origins[info.base_idx]
-            if not isinstance(base, Input):
+            if not isinstance(base, (Input, Buffer)):
                 continue
             if kind == "is_input":
-                found[index] = InputAlias(base.index)
+                found[index] = InputAlias(base)
             else:
-                found[index] = InputAlias(base.index, *self._view(index, base.index))
+                found[index] = InputAlias(base, *self._view(index))
         return found
 
-    def _view(self, output_index: int, input_index: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    def _view(self, output_index: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         out = self.module.graph.find_nodes(op="output")[0]
         for value, desc in zip(out.args[0], out.meta["desc"], strict=True):
             if isinstance(desc, self.types.PlainAOTOutput) and desc.idx == output_index:
-                fake, base = value.meta["val"], self.leaves[input_index]
-                return tuple(fake.shape), tuple(fake.stride()), fake.storage_offset() - base.storage_offset()
+                fake = value.meta["val"]  # fake inputs and buffers start at offset 0
+                return tuple(fake.shape), tuple(fake.stride()), fake.storage_offset()
         raise AssertionError(f"output {output_index} is not among the captured outputs")
 
     def _outputs(self, aliases: Mapping[int, InputAlias]) -> list[tuple[fx.Node, Role]]:
@@ -202,7 +209,7 @@ class Converter:
             if value is None or desc is None:
                 continue
             role = self._role(desc)
-            if isinstance(role, Output) and role.index in aliases:
+            if isinstance(role, Output) and (role.index in aliases or role.index >= self.num_outputs):
                 continue
             (backward if isinstance(role, (Grad, InputGrad)) else forward).append((self.env[value], role))
         return forward + backward

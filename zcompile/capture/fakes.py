@@ -81,7 +81,7 @@ def eager_run(model: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[s
         CaptureError: the forward depends on tensor values, or changes attributes of modules.
         Exception: whatever the user's forward raises, as itself.
     """
-    before = _attributes(model)
+    before = _snapshot(model)
     try:
         with mode, compat.as_if_compiling():
             out = model.forward(*args, **kwargs)
@@ -91,16 +91,11 @@ def eager_run(model: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[s
             "operators such as torch.where, or move the decision out of forward and pass it as a bool, int or float"
         ) from error
     finally:
-        changed = _changes(before, _attributes(model))
-        for module, name, value, had in changed[1]:
-            if had:
-                module.__dict__[name] = value
-            else:
-                module.__dict__.pop(name, None)
-    if changed[0]:
+        changed = _restore(model, before)
+    if changed:
         raise CaptureError(
-            f"forward changes attributes of modules, which a captured graph would not do again: {', '.join(changed[0][:5])}; "
-            "return the value as an output, or keep it in a registered buffer"
+            f"forward changes attributes of modules, which a captured graph would not do again: {', '.join(changed[:5])}; "
+            "return the value as an output, or write to a registered buffer in place (buffer.copy_(value), buffer.add_(1))"
         )
     return out
 
@@ -120,16 +115,18 @@ def first_line(error: BaseException) -> str:
     return (text[0] if text else type(error).__name__)[:200]
 
 
-_SKIP = frozenset({"_parameters", "_buffers", "_modules", "training"})
+#: tables of a module; what changes in them is named by entry
+_TABLES = ("_parameters", "_buffers", "_modules")
+_Attributes = dict[str, tuple[Any, Any, Any]]
 
 
-def _attributes(model: nn.Module) -> dict[int, tuple[str, nn.Module, dict[str, tuple[Any, Any]]]]:
-    """For each module its plain attributes with a shallow fingerprint."""
-    found = {}
-    for name, module in model.named_modules():
-        attributes = {k: (v, _fingerprint(v)) for k, v in vars(module).items() if k not in _SKIP and "hooks" not in k}
-        found[id(module)] = (name, module, attributes)
-    return found
+def _snapshot(model: nn.Module) -> dict[nn.Module, tuple[str, _Attributes]]:
+    """For each module its path and its attributes: value, shallow fingerprint, and the contents of a container."""
+    return {module: (path, _attributes(module)) for path, module in model.named_modules()}
+
+
+def _attributes(module: nn.Module) -> _Attributes:
+    return {k: (v, _fingerprint(v), _contents(v)) for k, v in vars(module).items() if "hooks" not in k}
 
 
 def _fingerprint(value: Any) -> Any:
@@ -142,14 +139,31 @@ def _fingerprint(value: Any) -> Any:
     return id(value)
 
 
-def _changes(before: dict[int, Any], after: dict[int, Any]) -> tuple[list[str], list[tuple[nn.Module, str, Any, bool]]]:
-    """Names of changed attributes, and what restores them."""
-    names, undo = [], []
-    for key, (path, module, new) in after.items():
-        old = before.get(key, (path, module, {}))[2]
-        for name in sorted(old.keys() | new.keys()):
-            was, now = old.get(name), new.get(name)
-            if was is None or now is None or was[1] != now[1]:
-                names.append(f"'{path}.{name}'" if path else f"'{name}'")
-                undo.append((module, name, None if was is None else was[0], was is not None))
-    return names, undo
+def _contents(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, list, set)) else None
+
+
+def _restore(model: nn.Module, before: dict[nn.Module, tuple[str, _Attributes]]) -> list[str]:
+    """Undo what changed in the attributes of modules since ``before``; returns the names of what did."""
+    names = []
+    for module, (path, old) in before.items():
+        new = _attributes(module)
+        for key in sorted(old.keys() | new.keys()):
+            was, now = old.get(key), new.get(key)
+            if was is not None and now is not None and was[1] == now[1]:
+                continue
+            entries = [key]
+            if key in _TABLES and was is not None and now is not None:
+                entries = [n for n in was[2] | now[2] if was[2].get(n) is not now[2].get(n)] or [key]
+            names += [f"'{path}.{n}'" if path else f"'{n}'" for n in entries]
+            if was is None:
+                module.__dict__.pop(key)
+                continue
+            value, _, contents = was
+            module.__dict__[key] = value
+            if isinstance(value, list):
+                value[:] = contents
+            elif contents is not None:
+                value.clear()
+                value.update(contents)
+    return names

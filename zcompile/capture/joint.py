@@ -15,7 +15,7 @@ from zcompile import compat
 from zcompile.capture.causal import recognise_causal_masks
 from zcompile.capture.convert import Converter, InputAlias, ParamType
 from zcompile.capture.fakes import eager_run, fake_inputs, fake_state, first_line
-from zcompile.capture.tree import Path, Structure, build, fetch, flatten
+from zcompile.capture.tree import Path, Structure, build, difference, fetch, flatten
 from zcompile.errors import CaptureError, ConfigError
 from zcompile.ir import meta
 from zcompile.ir.graph import Graph, Tangent
@@ -76,6 +76,7 @@ class _OutputPlan:
     paths: tuple[Path, ...]
     detach: tuple[bool, ...]
     clone: tuple[bool, ...]
+    empty: bool
 
 
 class _Wrapper(nn.Module):
@@ -101,7 +102,8 @@ class _Wrapper(nn.Module):
             tensor = fetch(out, path)
             tensor = tensor.detach() if detach else tensor
             results.append(tensor.clone() if clone else tensor)
-        return tuple(results)
+        # a program that computes nothing is no graph: it gets an output that is left out afterwards
+        return (*results, torch.zeros(())) if self.plan.empty else tuple(results)
 
 
 def cast_inputs(leaves: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -141,8 +143,10 @@ def capture(
         wrapper = _Wrapper(model, call, device.type, plan)
         traced = _dynamo(wrapper, leaves)
         num_causal = recognise_causal_masks(traced)
-        joint = compat.aot_joint(stack, traced, tuple(leaves))
-        graph, aliases, constants = Converter(joint, canonical, {p.name: p for p in params.values()}, leaves).run(name)
+        joint = _aot_joint(stack, traced, leaves)
+        graph, aliases, constants = Converter(
+            joint, canonical, {p.name: p for p in params.values()}, len(plan.paths)
+        ).run(name)
         del out, traced
     with_tangent = sorted(o.index for o in (meta.origin(n) for n in graph.inputs) if isinstance(o, Tangent))
     detached = [i for i, d in enumerate(plan.detach) if d]
@@ -157,6 +161,10 @@ def check_capturable(model: nn.Module) -> None:
     Raises:
         CaptureError: a submodule with hooks, or an embedding with sparse gradients.
     """
+    if kinds := compat.global_module_hooks():
+        raise CaptureError(
+            f"a {kinds[0]} is registered for all modules, which a captured graph would drop; remove it for the time of training"
+        )
     for path, module in model.named_modules():
         if module is not model and (kinds := compat.module_hooks(module)):
             raise CaptureError(
@@ -182,9 +190,11 @@ def _plan_outputs(
     model: nn.Module, call: Call, leaves: list[torch.Tensor], mode: Any, device_type: str, fake_names: Mapping[int, str]
 ) -> tuple[Any, _OutputPlan, Structure, list[str]]:
     """Run once on fake tensors: which outputs there are, which are differentiable, which share memory."""
-    args, kwargs = build(call.structure, cast_inputs(leaves, call.input_dtype))
+    inputs = cast_inputs(leaves, call.input_dtype)
+    args, kwargs = build(call.structure, inputs)
     with torch.autocast(device_type, dtype=call.autocast, enabled=call.autocast is not None):
         out = eager_run(model, mode, args, kwargs)
+    _check_arguments(call.structure, inputs, args, kwargs)
     tensors, structure, paths = flatten(out)
     names = [_path_name(p) for p in paths]
     for tensor, name in zip(tensors, names, strict=True):
@@ -194,14 +204,31 @@ def _plan_outputs(
             )
     wanted = _differentiable(call, tensors, paths, names)
     detach = tuple(t.requires_grad and i not in wanted for i, t in enumerate(tensors))
-    input_storages = {compat.storage_id(t) for t in leaves}
+    input_types = {compat.storage_id(t): t.dtype for t in leaves}
     seen: set[int] = set()
     clone = []
     for tensor in tensors:
         storage = compat.storage_id(tensor)
-        clone.append(storage in seen and storage not in input_storages)
+        reinterpreted = input_types.get(storage, tensor.dtype) != tensor.dtype or compat.is_lazy(tensor)
+        clone.append(reinterpreted or (storage in seen and storage not in input_types))
         seen.add(storage)
-    return out, _OutputPlan(tuple(paths), detach, tuple(clone)), structure, names
+    empty = {id(t) for t in tensors} <= {id(t) for t in (*leaves, *model.buffers())}
+    return out, _OutputPlan(tuple(paths), detach, tuple(clone), empty), structure, names
+
+
+def _check_arguments(
+    structure: Structure, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse a forward that changed a list, dict or object among its arguments: it was given a copy."""
+    tensors, after, _ = flatten((args, kwargs))
+    path = difference(structure, after)
+    if path is None and [id(t) for t in tensors] == [id(t) for t in inputs]:
+        return
+    name = _path_name((path or ())[1:])
+    raise CaptureError(
+        f"forward changes argument {name} (a list, dict or object that is not a tensor), which a captured graph would not do again; "
+        "change a copy of it, and return what the caller needs"
+    )
 
 
 def _differentiable(call: Call, tensors: list[torch.Tensor], paths: list[Path], names: list[str]) -> set[int]:
@@ -215,6 +242,7 @@ def _differentiable(call: Call, tensors: list[torch.Tensor], paths: list[Path], 
     chosen: set[int] = set()
     for want in call.differentiable:
         found = {want} if isinstance(want, int) else {i for i, p in enumerate(paths) if p and p[0][1] == want}
+        found |= {i for i, name in enumerate(names) if name == want}
         found &= set(range(len(tensors)))
         if not found:
             raise ConfigError(
@@ -229,12 +257,33 @@ def _path_name(path: Path) -> str:
 
 
 def _dynamo(wrapper: _Wrapper, leaves: list[torch.Tensor]) -> fx.GraphModule:
+    changed: list[str] = []
     try:
-        return compat.dynamo_capture(wrapper, tuple(leaves))
+        traced = compat.dynamo_capture(wrapper, tuple(leaves), changed)
     except compat.dynamo_errors() as error:
         places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
         where = ":".join(places[-1]) if places else f"{type(wrapper.model).__name__}.forward"
         raise CaptureError(
             f"the model cannot be captured as one graph: {first_line(error)} (at {where}); rewrite that line with tensor "
             "operators, or keep that part of the model outside of what is compiled"
+        ) from error
+    if changed:
+        raise CaptureError(
+            f"forward changes Python objects, which a captured graph would not do again: {', '.join(changed[:5])}; return the "
+            "value as an output, or keep it in a registered buffer that is written in place"
+        )
+    return traced
+
+
+def _aot_joint(stack: contextlib.ExitStack, traced: fx.GraphModule, leaves: list[torch.Tensor]) -> Any:
+    try:
+        return compat.aot_joint(stack, traced, tuple(leaves))
+    except Exception as error:
+        if "modified by an inplace operation" in str(error):
+            raise CaptureError(
+                f"forward writes in place to a tensor whose old value backward needs, and plain PyTorch refuses that backward, too "
+                f"({first_line(error)}); write to a clone, or call the model under torch.no_grad()"
+            ) from error
+        raise CaptureError(
+            f"autograd cannot trace the model's backward: {type(error).__name__}: {first_line(error)}; the original error is above"
         ) from error

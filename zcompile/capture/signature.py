@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcompile.capture.attributes import Attributes, Watcher
 from zcompile.capture.tree import Structure
-
-_SCALARS = (bool, int, float, str, type(None))
+from zcompile.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Signature:
         modes: the train/eval flag of every module.
         trainable: the requires_grad flag of every parameter.
         autocast: dtype of the ambient autocast, None when off.
-        attributes: number that stands for the values of the modules' plain attributes.
+        attributes: the values of the modules' plain attributes.
     """
 
     tensors: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Signature:
     modes: tuple[bool, ...]
     trainable: tuple[bool, ...]
     autocast: torch.dtype | None
-    attributes: int
+    attributes: Attributes
 
     def difference(self, other: Signature) -> str:
         """In words, what ``self`` has that ``other`` has not: why a call needs a capture of its own."""
@@ -51,7 +51,7 @@ class Signature:
             return "requires_grad of parameters changed"
         if self.autocast != other.autocast:
             return f"autocast is {self.autocast} instead of {other.autocast}"
-        return "plain attributes of modules changed"
+        return f"attribute '{self.attributes.difference(other.attributes)}' has another value"
 
 
 class Fingerprint:
@@ -63,15 +63,7 @@ class Fingerprint:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
-        self._attributes: list[tuple[dict[str, Any], str]] = []
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        for module in self._modules:
-            table = vars(module)
-            self._attributes += [
-                (table, k)
-                for k, v in table.items()
-                if k != "training" and isinstance(v, _SCALARS) and not k.startswith("_")
-            ]
+        self._attributes = Watcher(model)
 
     def modes(self) -> tuple[bool, ...]:
         """The train/eval flag of every module."""
@@ -81,14 +73,20 @@ class Fingerprint:
         """The requires_grad flag of every parameter."""
         return tuple([p.requires_grad for p in self._parameters])
 
-    def attributes(self) -> int:
-        """A number for the present values of all plain attributes; equal values give equal numbers."""
-        values = tuple([table.get(key) for table, key in self._attributes])
-        return self._numbers.setdefault(values, len(self._numbers))
+    def attributes(self) -> Attributes:
+        """The present values of all plain attributes."""
+        return self._attributes.now()
 
 
 def tensor_key(t: torch.Tensor) -> tuple[Any, ...]:
-    """What of a tensor argument a capture depends on."""
+    """What of a tensor argument a capture depends on.
+
+    Raises:
+        CaptureError: a tensor without strides, which graphs cannot take.
+    """
+    if t.layout is not torch.strided:
+        name = str(t.layout).removeprefix("torch.")
+        raise CaptureError(f"a tensor argument of shape {list(t.shape)} has layout {name}; pass x.to_dense() of it")
     return (tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
 
 

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from zcompile import compat
 from zcompile.ir import calls, edit, meta
-from zcompile.ir.graph import Direction, Grad, Graph, InputGrad, Param, Role, Saved, Step, Tangent, copy_fx, output_node
+from zcompile.ir.graph import (
+    Buffer,
+    Direction,
+    Grad,
+    Graph,
+    Input,
+    InputGrad,
+    InputMutation,
+    Mutation,
+    Origin,
+    Param,
+    Role,
+    Saved,
+    Step,
+    Tangent,
+    copy_fx,
+    output_node,
+)
 
 
 def split(joint: Graph, fake_mode: Any) -> Step:
@@ -46,8 +64,6 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
     """A graph of the partitioner as ours: origins of placeholders by name, saved values by name, parameters never among them."""
     result = Graph(name, direction, copy_fx(graph))
     values: list[fx.Node | None] = [*calls.tensors(output_node(result.fx))]
-    for node in result.inputs:
-        meta.set_origin(node, origins.get(node.name)) if node.name in origins else None
     written = {_target(role) for role in roles}
     kept: list[tuple[fx.Node, Role]] = []
     for index, value in enumerate(values):
@@ -75,3 +91,26 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
         if not node.users and direction is Direction.FORWARD:
             result.fx.erase_node(node)
     return result
+
+
+def _target(role: Role) -> Origin | None:
+    """The buffer or input that a returned value is written to."""
+    if isinstance(role, Mutation):
+        return Buffer(role.name)
+    return Input(role.index) if isinstance(role, InputMutation) else None
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """What a value is a view of, in the end; itself, if it is no view."""
+    while node.op == "call_function" and node.all_input_nodes:
+        is_view = compat.is_overload(node.target) and any(compat.shared_arguments(node.target))
+        if not is_view and not edit.is_getitem(node):
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """A copy of a value at the end of a graph."""
+    with graph.inserting_before(output_node(graph)):
+        return edit.call(graph, torch.ops.aten.clone.default, (value,))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from zcompile import compat
+from zcompile.errors import CaptureError
 
 #: one step from a container to a member: ``("item", key)``, ``("attr", name)`` or ``("pytree", index)``
 Access = tuple[str, Any]
@@ -25,6 +28,7 @@ _SCALARS = (
     str,
     bytes,
     type(None),
+    enum.Enum,
     torch.dtype,
     torch.device,
     torch.layout,
@@ -50,12 +54,30 @@ class Constant:
     value: Any
 
     def key(self) -> Any:
-        """A hashable description of the structure."""
-        try:
-            hash(self.value)
-        except TypeError:
-            return ("object", type(self.value), id(self.value))
-        return ("constant", type(self.value), repr(self.value) if isinstance(self.value, float) else self.value)
+        """A hashable description of the structure.
+
+        Raises:
+            CaptureError: the value can change without being another one, so a captured graph could be wrong about it.
+        """
+        value = self.value
+        if isinstance(value, slice):
+            return ("slice", *(Constant(v).key() for v in (value.start, value.stop, value.step)))
+        if isinstance(value, (set, frozenset)):
+            return (type(value), frozenset(Constant(v).key() for v in value))
+        if isinstance(value, torch.Tensor) or not _is_hashable(value) or type(value).__module__ == "numpy":
+            raise CaptureError(
+                f"an argument holds a {type(value).__name__}, whose value a captured graph cannot follow; pass a tensor (such as "
+                "torch.from_numpy gives), a plain Python value, or a list, tuple or dict of those"
+            )
+        return ("constant", type(value), repr(value) if isinstance(value, (float, complex)) else value)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -130,9 +152,22 @@ def build(structure: Structure, tensors: list[Any]) -> Any:
         return list(values.values())
     if type(like) is dict:
         return {key: v for (_, key), v in values.items()}
+    if type(like) is collections.defaultdict:
+        return collections.defaultdict(like.default_factory, {key: v for (_, key), v in values.items()})
     if values and next(iter(values))[0] == "pytree":
         return compat.unflatten_node(like, list(values.values()))
     return _rebuild_object(like, values)
+
+
+def difference(old: Structure, new: Structure, path: Path = ()) -> Path | None:
+    """The path to the first place where two structures differ, tensors included; None for equal ones."""
+    if old.key() == new.key():
+        return None
+    if isinstance(old, Container) and isinstance(new, Container) and len(old.members) == len(new.members):
+        for (access, a), (other, b) in zip(old.members, new.members, strict=True):
+            if access == other and (found := difference(a, b, (*path, access))) is not None:
+                return found
+    return path
 
 
 def fetch(value: Any, path: Path) -> Any:
@@ -152,6 +187,8 @@ def _members(v: Any) -> list[tuple[Access, Any]] | None:
     """The members of a container; None for anything that is not one."""
     if dataclasses.is_dataclass(v) and not isinstance(v, type) and not isinstance(v, Mapping):
         return [(("attr", f.name), getattr(v, f.name)) for f in dataclasses.fields(v) if hasattr(v, f.name)]
+    if isinstance(v, tuple) and hasattr(v, "_fields"):
+        return [(("attr", name), item) for name, item in zip(v._fields, v, strict=True)]  # type: ignore[attr-defined]
     if isinstance(v, (tuple, list)):
         return [(("item", i), item) for i, item in enumerate(v)]
     if isinstance(v, Mapping):
