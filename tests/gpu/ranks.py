@@ -24,8 +24,11 @@ class Ended:
     seconds: float
 
 
-def run(world_size: int, folder: Path, *arguments: str, limit: float) -> list[Ended]:
-    """Run ``rank_program.py`` on every rank; a rank that is not done ``limit`` seconds later is killed."""
+def run(world_size: int, folder: Path, *arguments: str, limit: float, grace: float = 45.0) -> list[Ended]:
+    """Run ``rank_program.py`` on every rank.
+
+    A rank that is not done ``limit`` seconds later, or ``grace`` after the first that ended, is killed.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,7 +52,7 @@ def run(world_size: int, folder: Path, *arguments: str, limit: float) -> list[En
     begin = time.monotonic()
     ends: dict[int, float] = {}
     try:
-        while len(ends) < world_size and time.monotonic() - begin < limit:
+        while len(ends) < world_size and time.monotonic() - begin < (min(ends.values()) + grace if ends else limit):
             for rank, process in enumerate(processes):
                 if rank not in ends and process.poll() is not None:
                     ends[rank] = time.monotonic() - begin
