@@ -38,9 +38,10 @@ class Cleanup(StepPass):
     def run(self, target: Step, stats: Stats) -> None:
         for graph in target.graphs:
             stats["dead nodes"] += edit.erase_dead(graph.fx, keep=_has_effect)
+            _drop_unread_gathers(graph, stats)
+            stats["dead nodes"] += edit.erase_dead(graph.fx, keep=_has_effect)  # the casts of dropped gathers
             for region in graph.regions.values():
                 stats["dead nodes"] += edit.erase_dead(region.fx, keep=lambda n: False)
-            _drop_unread_gathers(graph, stats)
             used = {calls.region(n)[0] for n in graph.body if n.target is ops.region_call}
             for name in [n for n in graph.regions if n not in used]:
                 del graph.regions[name]

@@ -11,7 +11,7 @@ from torch import fx
 from zcompile.errors import PassError
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Grad, Graph
-from zcompile.ir.types import FLOATS
+from zcompile.ir.types import FLOATS, dtype_name
 from zcompile.pipeline import JointPass, Stats
 
 
@@ -55,7 +55,8 @@ class Precision(JointPass):
         outputs = target.outputs
         for index, (value, role) in enumerate(outputs):
             if isinstance(role, Grad) and role.name in masters:
-                with target.fx.inserting_after(value):  # right there: a cast at the end would hold every reduction back
+                made = value if value.op != "placeholder" else target.inputs[-1]
+                with target.fx.inserting_after(made):  # right there: a cast at the end would hold every reduction back
                     up = edit.call(target.fx, _CAST, (value, torch.float32), name=f"{value.name}_f32", like=value)
                 up.meta["partitioner_tag"] = "is_backward"
                 outputs[index] = (up, role)
@@ -70,7 +71,9 @@ def _cast_reads(graph: Graph, node: fx.Node, low: torch.dtype) -> None:
     readers = list(node.users)
     value = meta.tensor(node)
     meta.set_value(node, edit.empty(value, value.shape, torch.float32))
+    if not readers:
+        return
     with graph.fx.inserting_before(graph.body[0] if graph.body else graph.output):
-        cast = edit.call(graph.fx, _CAST, (node, low), name=f"{node.name}_{low}".replace("torch.", ""))
+        cast = edit.call(graph.fx, _CAST, (node, low), name=f"{node.name}_{dtype_name(low)}")
     for reader in readers:
         reader.replace_input_with(node, cast)

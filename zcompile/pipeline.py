@@ -37,17 +37,20 @@ class Pass(ABC, Generic[T]):
 
     Attributes:
         name: kebab-case; also the folder of its golden files.
-        exact: whether results stay bit-identical.
         requires: facts that must hold before.
         establishes: facts that hold afterwards, until a pass breaks them.
         breaks: facts that no longer hold afterwards.
     """
 
     name: ClassVar[str]
-    exact: ClassVar[bool] = True
     requires: ClassVar[frozenset[Fact]] = frozenset()
     establishes: ClassVar[frozenset[Fact]] = frozenset()
     breaks: ClassVar[frozenset[Fact]] = frozenset()
+
+    @property
+    def exact(self) -> bool:
+        """Whether results stay bit-identical, with these options."""
+        return True
 
     @abstractmethod
     def run(self, target: T, stats: Stats) -> None:

@@ -98,7 +98,8 @@ def _join_reductions(graph: Graph, group: list[Collective], stats: Stats) -> Non
 
 
 def _replace(graph: Graph, group: list[Collective], start: fx.Node, at: fx.Node, stats: Stats) -> None:
-    """One wait at ``at`` for the joined collective; the old ones go."""
+    """One wait at ``at`` for the joined collective; the old ones go, and the new ones take the names of those that were there."""
+    names = next((c.start.name, c.wait.name) for c in group if c.wait is at)
     with graph.fx.inserting_before(at):
         wait = edit.call(graph.fx, ops.wait, (start,), name=at.name)
         new = edit.unpack(graph.fx, wait, [None] * len(meta.value(wait)))
@@ -112,5 +113,6 @@ def _replace(graph: Graph, group: list[Collective], start: fx.Node, at: fx.Node,
         offset += len(c.sends)
         graph.fx.erase_node(c.wait)
         graph.fx.erase_node(c.start)
+    start.name, wait.name = names
     stats["collectives joined"] += len(group)
     stats["buckets"] += 1

@@ -10,6 +10,7 @@ from torch import fx
 
 from zcompile.analysis.chains import param_chains
 from zcompile.analysis.units import MIB, needed_units, params_by_first_use, plan_units
+from zcompile.errors import PassError
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Graph, Step, with_unit
 from zcompile.pipeline import Stats, StepPass
@@ -40,6 +41,8 @@ class PlanUnits(StepPass):
     min_mib: float = 0
 
     def run(self, target: Step, stats: Stats) -> None:
+        if self.min_mib < 0:
+            raise PassError(f"smallest unit is {self.min_mib} MiB; it must not be negative")
         if any(param.unit for graph in target.graphs for _, param in graph.params()):
             return
         sizes = {p.name: meta.num_bytes(meta.value(n)) for g in target.graphs for n, p in g.params()}

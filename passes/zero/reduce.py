@@ -33,7 +33,8 @@ class Reduce(StepPass):
         return grad 'layers.0.w' %g_reduced
 
     Sharded parameters get the mean of their own rows (padded like the shard), replicated ones an all-reduced mean.
-    Stages 1 to 3 reduce alike; what differs is when: inside ``no_sync`` the runtime keeps full gradients and reduces later.
+    Exact in the gradients' own dtype. Stages 1 to 3 reduce alike; what differs is when: inside ``no_sync`` the runtime keeps full
+    gradients and reduces later.
 
     Attributes:
         stage: ZeRO stage; 0 all-reduces everything.
@@ -47,6 +48,10 @@ class Reduce(StepPass):
     stage: int = 3
     dtype: str | None = None
     local: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.dtype is None
 
     def run(self, target: Step, stats: Stats) -> None:
         if self.dtype is not None and self.dtype not in FLOATS:
@@ -127,9 +132,9 @@ class _Reducer:
         label = unit.replace(".", "_").replace("+", "_")
         target = ops.reduce_scatter if sharded else ops.all_reduce
         with self.graph.fx.inserting_after(self._end(region)):
-            bucket = edit.call(self.graph.fx, target, (sends, self.axis, self.size), name=f"reduce_{label}")
+            bucket = edit.call(self.graph.fx, target, (sends, self.axis, self.size), name=f"{label}_reduce")
         with self.graph.fx.inserting_after(bucket):
-            wait = edit.call(self.graph.fx, ops.wait, (bucket,), name=f"wait_reduce_{label}")
+            wait = edit.call(self.graph.fx, ops.wait, (bucket,), name=f"{label}_wait")
         cursor, results = wait, []
         for index, (_, param) in enumerate(grads):
             with self.graph.fx.inserting_after(cursor):
@@ -156,7 +161,7 @@ class _Reducer:
         send = value
         if self.dtype is not None and meta.tensor(send).dtype != self.dtype:
             send = op(torch.ops.prims.convert_element_type.default, send, self.dtype)
-        if param is not None:
+        if param is not None and tuple(meta.tensor(value).shape) == param.shape:  # else it has that form already
             dim, rows = param.shard_dim, param.shape[param.shard_dim]
             chunk = -(-rows // self.size)
             if chunk * self.size != rows:

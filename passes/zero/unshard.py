@@ -116,10 +116,10 @@ class _Scheduler:
         label = unit.replace(".", "_").replace("+", "_")
         with self.graph.fx.inserting_before(before):
             if meta.tensor(sends[0]).dtype != dtype:
-                cast = edit.call(self.graph.fx, ops.cast, (sends, dtype), name=f"cast_{label}")
+                cast = edit.call(self.graph.fx, ops.cast, (sends, dtype), name=f"{label}_cast")
                 sends = edit.unpack(self.graph.fx, cast, [f"{s.name}_cast" for s in sends])
-            bucket = edit.call(self.graph.fx, ops.all_gather, (sends, axis, size), name=f"gather_{label}")
-            wait = edit.call(self.graph.fx, ops.wait, (bucket,), name=f"wait_{label}")
+            bucket = edit.call(self.graph.fx, ops.all_gather, (sends, axis, size), name=f"{label}_gather")
+            wait = edit.call(self.graph.fx, ops.wait, (bucket,), name=f"{label}_wait")
             names = [f"{shard.name}_gathered" for shard in shards]
             for key, full in zip(keys, edit.unpack(self.graph.fx, wait, names), strict=True):
                 self.gathered[key] = full

@@ -95,7 +95,13 @@ def local_part(full: Tensor, param: Param, dtype: torch.dtype, rank: int, world_
 
 
 def full_gradient(values: list[Tensor], param: Param | None) -> Tensor:
-    """The mean gradient of a full parameter from what each rank returns: its shard, the mean, or its own gradient."""
+    """The mean gradient of a full parameter from what each rank returns: its shard, the mean, or its own gradient.
+
+    Its own gradient may have the form that a reduce-scatter reads: the padded shards, one behind the other.
+    """
     if param is None or param.placement != "shard" or tuple(values[0].shape) == param.shape:
         return average(values)
+    spec = ParamSpec(param.name, (), param.shape, values[0].dtype, param.trainable, param.shard_dim, len(values))
+    if tuple(values[0].shape) == spec.padded_full_shape:
+        values = list(average(values).chunk(len(values)))
     return unshard(values, param.shard_dim, param.shape)

@@ -30,8 +30,8 @@ graph m.forward  axis dp=2
     %mm: f32[2, 4] = aten.mm(%a0, %a1)
     return %mm
   body:
-    %gather_w: bucket = zc.all_gather([%w], 'dp', 2)
-    %w_gathered: f32[4, 4] = zc.wait(%gather_w)
+    %w_gather: bucket = zc.all_gather([%w], 'dp', 2)
+    %w_gathered: f32[4, 4] = zc.wait(%w_gather)
     %y: f32[2, 4] = call forward_0(%x, %w_gathered)
     zc.release([%w_gathered])
   return output 0 %y"""
