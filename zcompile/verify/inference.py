@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zcompile import compat
-from zcompile.ir import meta
+from zcompile.ir import edit, meta
 from zcompile.ir.types import type_text
 
 
@@ -95,6 +95,9 @@ class Inference:
         Raises:
             Exception: whatever the fake kernel raises for arguments that do not fit.
         """
+        if edit.is_getitem(node) and isinstance(node.args[0], fx.Node):
+            index: Any = node.args[1]
+            return type_of(meta.value(node.args[0])[index])  # a long list need not be looked through for each item
         key = (node.target, _freeze(node.args), _freeze(node.kwargs))
         if key not in self._known:
             with torch.no_grad(), compat.quiet_fake_kernels(), self._mode:

@@ -178,15 +178,10 @@ def _check_kept(
 
 def _check_padding(subject: Subject) -> None:
     """What reads a padded value only moves it, until a slice cuts it to the parameter's size."""
-    for result, param in subject.gathered.items():
-        if param is None or not subject.spec(param).is_padded:
-            continue
-        values = (
-            [result.node]
-            if result.node.op == "placeholder"
-            else [n for n in result.node.users if picked_result(n) == result]
-        )
-        for value in values:
+    for value in subject.nodes:
+        result = Result(value, 0) if value.op == "placeholder" else picked_result(value)
+        param = None if result is None else subject.gathered.get(result)
+        if param is not None and subject.spec(param).is_padded:
             _check_readers(subject, value, param, None)
 
 
