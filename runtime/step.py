@@ -227,9 +227,9 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         outputs, saved = runner.run_forward(step, constants, tensors[:num_inputs])
         ctx.runner, ctx.step, ctx.saved, ctx.num_inputs = runner, step, saved, num_inputs
-        ctx.types = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.differentiable}
+        ctx.types = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents}
         ctx.set_materialize_grads(False)
-        attached = {*step.differentiable, *step.detached}
+        attached = {*step.tangents, *step.detached}
         ctx.mark_non_differentiable(*[o for i, o in enumerate(outputs) if o is not None and i not in attached])
         return tuple(outputs)
 
@@ -255,8 +255,10 @@ class _Step(torch.autograd.Function):
         saved, ctx.saved = ctx.saved, ctx.saved if keep else None
         given = list(tangents)
         for index, (shape, dtype, device) in ctx.types.items():
-            if given[index] is None:
-                given[index] = torch.zeros(shape, dtype=dtype, device=device)
+            tangent, strides = given[index], step.tangents[index]
+            if tangent is None or tangent.stride() != strides:
+                given[index] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                given[index].zero_() if tangent is None else given[index].copy_(tangent)
         grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
         returned = ctx.runner.accumulate(step, grads)
         inputs = [input_grads.get(i) for i in range(ctx.num_inputs)]

@@ -10,7 +10,8 @@ from typing import Any
 from zcompile.capture.joint import Captured
 from zcompile.capture.split import split
 from zcompile.errors import ConfigError
-from zcompile.ir.graph import Grad, Graph, Region, Step
+from zcompile.ir import meta
+from zcompile.ir.graph import Grad, Graph, Region, Step, Tangent
 from zcompile.lower import interpret
 from zcompile.lower.inductor import compile_region
 from zcompile.lower.program import lower_program
@@ -112,7 +113,7 @@ def _program(captured: Captured, step: Step, local: Graph | None, backend: str, 
         local_sequence=None if local is None else collective_sequence(local),
         label=label,
         num_outputs=captured.num_outputs,
-        differentiable=tuple(captured.differentiable),
+        tangents={o.index: meta.tensor(n).stride() for n in captured.graph.inputs if isinstance(o := meta.origin(n), Tangent)},
         detached={i: captured.output_names[i] for i in captured.detached},
         trainable=()
         if backward is None

@@ -129,7 +129,7 @@ class StepProgram:
         local_sequence: the same for the backward without reductions.
         label: how the step is called in errors, such as ``train``.
         num_outputs: number of output leaves of the user's forward.
-        differentiable: output leaves that have a tangent.
+        tangents: for each output leaf that has a tangent, the strides in which backward reads it.
         detached: output leaves that have none although they depend on parameters, with their names.
         trainable: parameters that get a gradient.
     """
@@ -143,6 +143,6 @@ class StepProgram:
     local_sequence: Any
     label: str
     num_outputs: int
-    differentiable: tuple[int, ...]
+    tangents: dict[int, tuple[int, ...]]
     detached: dict[int, str]
     trainable: tuple[str, ...]

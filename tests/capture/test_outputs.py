@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+import zcompile
 from tests.capture.compare import agree, assert_same, build, compiled, total
 from tests.capture.test_inputs import X, Y, net
 from zcompile.errors import BackwardError, CaptureError, ConfigError
@@ -291,3 +292,13 @@ def test_output_used_twice_and_partially() -> None:
 def test_one_tensor_output_with_a_gradient_of_any_layout() -> None:
     for loss in (lambda y: y.sum(), lambda y: y.t().contiguous().view(-1)[::2].sum(), total, lambda y: y.mean() * 3):
         agree(net(lambda f, x: f(x).tanh()), X, loss=loss, exact=False)
+
+
+@pytest.mark.slow
+def test_gradient_of_any_layout_reaches_compiled_regions() -> None:
+    for rule in (lambda f, x: f(x).tanh().t(), lambda f, x: f(x).sum(0).expand(7, 3)):
+        plain, model = build(net(rule)), zcompile.compile(build(net(rule)), backend="inductor")
+        for m in (plain, model):
+            m(X).sum().backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_same(a.grad, b.grad, exact=False)
