@@ -64,7 +64,7 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
     """A graph of the partitioner as ours: origins of placeholders by name, saved values by name, parameters never among them."""
     result = Graph(name, direction, copy_fx(graph))
     values: list[fx.Node | None] = [*calls.tensors(output_node(result.fx))]
-    written = {_target(role) for role in roles}
+    written = {_target(role) for role in roles} - {None}
     kept: list[tuple[fx.Node, Role]] = []
     for index, value in enumerate(values):
         if value is None:
@@ -73,9 +73,7 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
         if isinstance(role, Saved) and isinstance(origins.get(value.name), Param):
             continue
         if isinstance(role, Saved) and meta.origin(_owner(value)) in written:
-            value = _clone(
-                result.fx, value
-            )  # what is saved is the old value, and the call goes on to write the new one
+            value = _clone(result.fx, value)  # the old value is saved, and the call goes on to write the new one
         kept.append((value, role))
     result.set_outputs(kept)
     for node in result.body:
