@@ -32,6 +32,8 @@ class PlanUnits(StepPass):
         %w: f32[8, 8] = param 'layers.0.weight' of [8, 8] unit 'layers.0'
         %mm: f32[4, 8] = aten.mm(%x, %w) @0
 
+    Exact. Costs the copies of chains: views, or a cast in each region that reads it.
+
     Attributes:
         min_mib: consecutive blocks smaller than this are joined into one unit.
     """

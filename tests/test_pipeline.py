@@ -1,0 +1,251 @@
+"""Pipelines as values: specs, order, history, and the files that dumps and failures leave."""
+
+import dataclasses
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zcompile.config import Config
+from zcompile.errors import PassError, PipelineError
+from zcompile.ir.graph import Graph, Step
+from zcompile.ir.text import parse_step
+from zcompile.passes import KNOWN, PASSES, default_pipeline, parse, schedule
+from zcompile.passes.cleanup import Cleanup
+from zcompile.passes.replay import opt, parse_target
+from zcompile.passes.schedule.bucket import Bucket
+from zcompile.passes.schedule.prefetch import Prefetch
+from zcompile.passes.zero.reduce import Reduce
+from zcompile.passes.zero.shard import Shard
+from zcompile.pipeline import Dump, JointPass, Pass, Pipeline, Stats, StepPass
+from zcompile.verify.facts import Fact
+from zcompile.verify.verifier import Verifier
+
+GRAPH = """\
+graph m.forward
+  inputs:
+    %w: f32[4, 4] = param 'w' of [4, 4]
+    %x: f32[2, 4] = input 0
+  body:
+    %y: f32[2, 4] = aten.mm(%x, %w)
+  return output 0 %y"""
+
+#: values that each option may have in a spec
+OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "stage": st.integers(0, 3),
+    "size": st.integers(1, 64),
+    "axis": st.sampled_from(["dp", "replicas"]),
+    "ignore": st.sampled_from(["", "*.norm.*", "layers.0.*|head.[wb]*"]),
+    "dtype": st.sampled_from([None, "bf16", "f16", "f32"]),
+    "local": st.booleans(),
+    "mib": st.floats(0, 1e6, allow_nan=False) | st.integers(0, 512),
+    "min_mib": st.floats(0, 1e6, allow_nan=False),
+    "lookahead": st.integers(0, 8),
+    "limit_mib": st.none() | st.floats(0, 1e6, allow_nan=False),
+}
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> Pass[Any]:
+    cls = draw(st.sampled_from(PASSES))
+    return cls(**{f.name: draw(OPTIONS[f.name]) for f in dataclasses.fields(cls)})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files go during a test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+
+
+# Specs. ---------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(passes(), max_size=4).map(tuple))
+def test_every_pass_with_every_option_survives_its_spec(chosen: tuple[Pass[Any], ...]) -> None:
+    pipeline = Pipeline(chosen)
+    assert parse(str(pipeline)) == pipeline
+    assert str(parse(str(pipeline))) == str(pipeline)
+
+
+def test_a_spec_may_be_written_freely() -> None:
+    pipeline = parse(" shard{stage=2, size=4 ignore=*.norm.*} ,cleanup,reduce{dtype=none local=true}")
+    assert pipeline.passes == (Shard(stage=2, size=4, ignore="*.norm.*"), Cleanup(), Reduce(dtype=None, local=True))
+    assert str(Prefetch(lookahead=2)) == "prefetch{lookahead=2 limit_mib=none}" and str(Cleanup()) == "cleanup"
+    assert parse("") == Pipeline(())
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("teleport", f"unknown pass 'teleport'; the known ones are {', '.join(sorted(KNOWN))}"),
+        ("prefetch{distance=2}", "pass 'prefetch' has no option 'distance'; its options are lookahead, limit_mib"),
+        ("cleanup{hard=true}", r"pass 'cleanup' has no option 'hard'; its options are \(none\)"),
+        ("prefetch{2}", "pass 'prefetch' has no option '2'; its options are lookahead, limit_mib"),
+        ("Prefetch", r"'Prefetch' is not a pass spec; write name or name\{option=value other=value\}"),
+        ("prefetch{lookahead=1", r"'prefetch\{lookahead=1' is not a pass spec"),
+        ("shard,,cleanup", "'' is not a pass spec"),
+    ],
+)
+def test_what_is_no_spec_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(PipelineError, match=f"^{message}"):
+        parse(spec)
+
+
+def test_policies_are_schedule_passes() -> None:
+    assert schedule("none") == ()
+    assert schedule("prefetch{lookahead=2}") == (Bucket(), Prefetch(lookahead=2))
+    assert schedule("prefetch,bucket{mib=1}") == (Prefetch(), Bucket(mib=1))
+    with pytest.raises(PipelineError, match="policy 'cleanup' names 'cleanup', which is no schedule pass; those are"):
+        schedule("cleanup")
+
+
+# Order. ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_the_default_pipeline_is_in_order_and_a_spec(stage: int, precision: str | None) -> None:
+    pipeline = default_pipeline(Config(stage=stage, precision=precision, ignore=("*.norm.*", "head")), size=4)
+    pipeline.check()
+    assert parse(str(pipeline)) == pipeline
+    assert pipeline.joint + pipeline.step == pipeline.passes
+
+
+def test_order_is_checked() -> None:
+    with pytest.raises(PipelineError, match=r"^pass 0 'prefetch' requires grads-reduced, which no earlier pass establ"):
+        parse("prefetch").check()
+    parse("prefetch").check([Fact.GRADS_REDUCED, Fact.PARAMS_GATHERED])
+    with pytest.raises(PipelineError, match=r"^pass 2 'shard' requires units-planned"):
+        parse("plan-units,outline,shard").check()
+    with pytest.raises(
+        PipelineError,
+        match=r"^pass 1 'recompute-params' works on the joint graph but comes after 'plan-units', which works on the "
+        r"split step; move it to the front$",
+    ):
+        parse("plan-units,recompute-params").check()
+
+
+@pytest.mark.parametrize("cls", PASSES, ids=lambda cls: cls.name)
+def test_passes_are_frozen_and_say_what_they_are(cls: type[Pass[Any]]) -> None:
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert issubclass(cls, (JointPass, StepPass)) and cls.__doc__ and "Exact" in cls.__doc__
+    assert not cls.establishes & cls.breaks
+    described = cls.__doc__.partition("Attributes:")[2]
+    assert all(f"        {f.name}: " in described for f in dataclasses.fields(cls))
+
+
+def test_exactness_follows_the_options() -> None:
+    assert Reduce().exact and not Reduce(dtype="bf16").exact
+
+
+# Running. -------------------------------------------------------------------------------------------------------------
+
+
+def run(spec: str, dump: Dump | None = None) -> Any:
+    return parse(spec).run_step(parse_step(GRAPH), Verifier("full"), dump)
+
+
+def test_history_holds_graphs_and_counts() -> None:
+    history = run("plan-units,shard{size=2},cleanup")
+    assert [e.name for e in history] == ["plan-units", "shard", "cleanup"] and len(history) == 3
+    assert history[0].before == GRAPH and history["shard"].before == history[0].after
+    assert history["shard"].spec == "shard{stage=3 size=2 axis=dp ignore=}"
+    assert str(history[0].stats) == "forward regions: 1\nunits: 1"
+    assert history[0].diff().splitlines() == [
+        "--- m.forward before plan-units",
+        "+++ m.forward after",
+        "@@ -1,7 +1,7 @@",
+        " graph m.forward",
+        "   inputs:",
+        "-    %w: f32[4, 4] = param 'w' of [4, 4]",
+        "+    %w: f32[4, 4] = param 'w' of [4, 4] unit 'w'",
+        "     %x: f32[2, 4] = input 0",
+        "   body:",
+        "-    %y: f32[2, 4] = aten.mm(%x, %w)",
+        "+    %y: f32[2, 4] = aten.mm(%x, %w) @0",
+        "   return output 0 %y",
+    ]
+    assert history["cleanup"].diff() == ""
+    with pytest.raises(KeyError, match="no pass 'bucket' ran; these did: plan-units, shard, cleanup"):
+        history["bucket"]
+
+
+def test_stats_hide_what_did_not_happen() -> None:
+    stats = Stats({"b": 2, "a": 1, "c": 0})
+    assert str(stats) == "a: 1\nb: 2"
+
+
+def test_a_dump_is_numbered_and_parses(tmp_path: Path) -> None:
+    dump = Dump(tmp_path / "capture")
+    history = run("plan-units,shard{size=2}", dump)
+    assert sorted(p.name for p in dump.folder.iterdir()) == ["00_plan-units.txt", "01_shard.txt"]
+    text = (dump.folder / "01_shard.txt").read_text()
+    assert text == history["shard"].after + "\n" and str(parse_target(text)) + "\n" == text
+
+
+def test_the_dump_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZCOMPILE_DUMP", raising=False)
+    assert Dump.from_environment("m") is None
+    monkeypatch.setenv("ZCOMPILE_DUMP", str(tmp_path))
+    assert Dump.from_environment("m") == Dump(tmp_path / "m")
+
+
+def test_a_failed_pass_leaves_its_graph_and_a_command_that_replays_it(folder: Path) -> None:
+    with pytest.raises(PassError, match=r"^bucket size is -1 MiB; it must not be negative\n") as caught:
+        opt(GRAPH, "plan-units,shard{size=2},unshard,reduce,bucket{mib=-1}")
+    (note,) = caught.value.__notes__
+    (path,) = folder.glob("zcompile-*/failed_bucket_before.txt")
+    assert path.read_text() == opt(GRAPH, "plan-units,shard{size=2},unshard,reduce") + "\n"
+    start, _, command = note.partition("replay: ")
+    assert start == f"in pass 'bucket{{mib=-1}}'; the graph before it is in {path}; "
+    python, *arguments = shlex.split(command)
+    assert python == "python"
+    again = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, env={"TMPDIR": str(folder)}
+    )
+    assert again.returncode == 1
+    assert again.stderr.splitlines()[0] == "error: bucket size is -1 MiB; it must not be negative"
+
+
+def test_a_failure_with_a_dump_is_written_there(folder: Path) -> None:
+    dump = Dump(folder / "dump")
+    with pytest.raises(PassError):
+        run("plan-units,shard{stage=4}", dump)
+    assert sorted(p.name for p in dump.folder.iterdir()) == ["00_plan-units.txt", "failed_shard_before.txt"]
+    assert not list(folder.glob("zcompile-*"))
+
+
+@dataclasses.dataclass(frozen=True)
+class DropOutput(StepPass):
+    """A pass that is wrong."""
+
+    name = "drop-output"
+
+    def run(self, target: Step, stats: Stats) -> None:
+        target.forward.set_outputs([])
+
+
+def test_a_pass_that_breaks_a_graph_is_named(folder: Path) -> None:
+    step = parse_step(GRAPH)
+    with pytest.raises(Exception, match="output 0") as caught:
+        Pipeline((DropOutput(),)).run_step(step, Verifier("full"))
+    assert caught.value.__notes__[0].startswith("in pass 'drop-output'; the graph before it is in ")
+    (path,) = folder.glob("zcompile-*/failed_drop-output_before.txt")
+    assert path.read_text() == GRAPH + "\n"
+
+
+def test_facts_are_kept_with_the_options_that_established_them() -> None:
+    facts: dict[Fact, Any] = {}
+    target = parse_target(GRAPH)
+    assert not isinstance(target, Graph)
+    parse("plan-units,shard{stage=1 size=2},unshard{stage=1},outline").run_step(target, Verifier("full"), None, facts)
+    assert set(facts) == {Fact.PARAMS_SHARDED, Fact.PARAMS_GATHERED, Fact.OUTLINED}
+    assert facts[Fact.PARAMS_GATHERED] == {"stage": 1}
