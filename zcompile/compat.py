@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,7 +108,8 @@ def as_if_compiling() -> Iterator[None]:
 def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] | None = None) -> fx.GraphModule:
     """Dynamo's full-graph capture of ``module(*args)``; parameters and buffers keep their dotted names.
 
-    Python objects that the program changes, which the captured graph will not, are appended to ``changed``.
+    Python objects that the program changes, which the captured graph will not, are appended to ``changed``: all but modules
+    and their tables, of which Dynamo names also those that are assigned what they hold already.
     """
     from torch._dynamo import config
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
@@ -127,8 +129,25 @@ def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] 
         if "found certain side effects" not in text:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         elif changed is not None:
-            changed += re.findall(r"[\"']([^,]+)[\"'](?:, |\]$)", text.partition("check: ")[2])
+            sources = re.findall(r"[\"']([^,]+)[\"'](?:, |\]$)", text.partition("check: ")[2])
+            changed += [s for s in sources if not re.fullmatch(r"L\['self'\](\._modules\['[^']*'\])*(\._[a-z]+)?", s)]
     return captured
+
+
+def dynamo_reason(error: BaseException) -> str:
+    """Why Dynamo cannot capture a program: the kind of problem, its explanation and what it was about."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    parts = [line.strip().partition(": ")[2] for line in lines if line.strip().startswith(("Explanation: ", "Developer debug context: "))]
+    return ": ".join([lines[0], *filter(None, parts)])[:400]
+
+
+def dynamo_global(source: str) -> Any:
+    """The object that Dynamo calls ``G['__import_a_dot_b'].name``: a global of another module; None for other sources."""
+    match = re.fullmatch(r"G\['__import_(\w+)'\]((?:\.\w+)+)", source)
+    value: Any = sys.modules.get(match[1].replace("_dot_", ".")) if match else None
+    for name in match[2].split(".")[1:] if match else ():
+        value = getattr(value, name, None)
+    return value
 
 
 @contextlib.contextmanager
@@ -515,6 +534,7 @@ def _check_capture() -> None:
         probe.count = torch.empty(())
         x = torch.empty(2, 4)
     graph = dynamo_capture(probe, (x,))
+    assert dynamo_global("G['__import_torch_dot_nn'].Linear") is nn.Linear
     with contextlib.ExitStack() as stack:
         joint = aot_joint(stack, graph, (x,))
     d = aot_descriptors()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,6 +98,23 @@ def eager_run(model: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[s
             "return the value as an output, or write to a registered buffer in place (buffer.copy_(value), buffer.add_(1))"
         )
     return out
+
+
+def still_changed(sources: list[str], run: Callable[[], Any], mode: Any) -> list[str]:
+    """Of the changed objects that Dynamo names, those that differ after a fake ``run`` from before.
+
+    A global that a library sets for the time of a forward and puts back (as transformers does) is no side effect.
+    """
+    found = {source: compat.dynamo_global(source) for source in sources}
+    before = {source: _attributes_of(o) for source, o in found.items() if hasattr(o, "__dict__")}
+    if before:
+        with mode, compat.as_if_compiling():
+            run()
+    return [source for source in sources if source not in before or _attributes_of(found[source]) != before[source]]
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    return {name: _fingerprint(attribute) for name, attribute in vars(value).items()}
 
 
 def user_line(error: BaseException, model: nn.Module) -> str:

@@ -14,11 +14,11 @@ from torch import fx, nn
 from zcompile import compat
 from zcompile.capture.causal import recognise_causal_masks
 from zcompile.capture.convert import Converter, InputAlias, ParamType
-from zcompile.capture.fakes import eager_run, fake_inputs, fake_state, first_line
+from zcompile.capture.fakes import eager_run, fake_inputs, fake_state, first_line, still_changed
 from zcompile.capture.tree import Path, Structure, build, difference, fetch, flatten
 from zcompile.errors import CaptureError, ConfigError
 from zcompile.ir import meta
-from zcompile.ir.graph import Graph, Tangent
+from zcompile.ir.graph import Buffer, Graph, Mutation, Tangent
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,14 @@ def capture(
     ):
         out, plan, structure, names = _plan_outputs(model, call, leaves, mode, device.type, fake_names)
         wrapper = _Wrapper(model, call, device.type, plan)
-        traced = _dynamo(wrapper, leaves)
+        traced = _dynamo(wrapper, leaves, mode)
         num_causal = recognise_causal_masks(traced)
         joint = _aot_joint(stack, traced, leaves)
         graph, aliases, constants = Converter(
             joint, canonical, {p.name: p for p in params.values()}, len(plan.paths)
         ).run(name)
         del out, traced
+    _check_buffers(model, graph)
     with_tangent = sorted(o.index for o in (meta.origin(n) for n in graph.inputs) if isinstance(o, Tangent))
     detached = [i for i, d in enumerate(plan.detach) if d]
     return Captured(
@@ -175,6 +176,20 @@ def check_capturable(model: nn.Module) -> None:
             raise CaptureError(
                 f"module '{path}' is an embedding with sparse=True; sparse gradients cannot be reduced: set sparse=False"
             )
+
+
+def _check_buffers(model: nn.Module, graph: Graph) -> None:
+    """Refuse a buffer that forward writes and that shares memory with another one: the graph has them apart."""
+    written = {role.name for _, role in graph.outputs if isinstance(role, Mutation)}
+    read = {origin.name for n in graph.inputs if isinstance(origin := meta.origin(n), Buffer)}
+    owners: dict[int, str] = {}
+    for name, buffer in model.named_buffers():
+        if written and name in written | read and buffer.numel():
+            other = owners.setdefault(compat.storage_id(buffer), name)
+            if other != name and not written.isdisjoint((name, other)):
+                raise CaptureError(
+                    f"buffers '{other}' and '{name}' share memory and forward writes to it; make one a clone, or take the view in forward"
+                )
 
 
 def _canonical_names(model: nn.Module, params: Mapping[int, ParamType]) -> dict[str, str]:
@@ -256,7 +271,7 @@ def _path_name(path: Path) -> str:
     return "".join(f".{k}" if isinstance(k, str) else f"[{k!r}]" for _, k in path).removeprefix(".") or "result"
 
 
-def _dynamo(wrapper: _Wrapper, leaves: list[torch.Tensor]) -> fx.GraphModule:
+def _dynamo(wrapper: _Wrapper, leaves: list[torch.Tensor], mode: Any) -> fx.GraphModule:
     changed: list[str] = []
     try:
         traced = compat.dynamo_capture(wrapper, tuple(leaves), changed)
@@ -264,9 +279,10 @@ def _dynamo(wrapper: _Wrapper, leaves: list[torch.Tensor]) -> fx.GraphModule:
         places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
         where = ":".join(places[-1]) if places else f"{type(wrapper.model).__name__}.forward"
         raise CaptureError(
-            f"the model cannot be captured as one graph: {first_line(error)} (at {where}); rewrite that line with tensor "
+            f"the model cannot be captured as one graph: {compat.dynamo_reason(error)} (at {where}); rewrite that line with tensor "
             "operators, or keep that part of the model outside of what is compiled"
         ) from error
+    changed = still_changed(changed, lambda: wrapper(*leaves), mode)
     if changed:
         raise CaptureError(
             f"forward changes Python objects, which a captured graph would not do again: {', '.join(changed[:5])}; return the "
@@ -283,6 +299,11 @@ def _aot_joint(stack: contextlib.ExitStack, traced: fx.GraphModule, leaves: list
             raise CaptureError(
                 f"forward writes in place to a tensor whose old value backward needs, and plain PyTorch refuses that backward, too "
                 f"({first_line(error)}); write to a clone, or call the model under torch.no_grad()"
+            ) from error
+        if "entirely functional graph" in str(error):
+            raise CaptureError(
+                "forward writes in place to a tensor that is neither an argument nor a registered buffer, such as a global or a plain "
+                "attribute; register it with register_buffer"
             ) from error
         raise CaptureError(
             f"autograd cannot trace the model's backward: {type(error).__name__}: {first_line(error)}; the original error is above"
