@@ -170,11 +170,11 @@ def _own_store(ranks: list[int], rank: int) -> dist.Store:
 def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> None:
     """Wait until every rank is here: making a group without one would end with an error that names nobody."""
     head = f"[rank {rank} of {size}] rank {rank}"
-    store.set(f"arrived/{rank}", b"")
+    store.set(f"arrived/{rank}", "")
     if store.add("arrived", 1) == size:
         if store.add("decided", 1) > 1:
             raise RankTimeoutError(f"{head} calls compile after others gave up waiting for it; pass a longer timeout")
-        store.set("all arrived", b"")
+        store.set("all arrived", "")
         return
     try:
         store.wait(["all arrived"], datetime.timedelta(seconds=timeout))
