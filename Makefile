@@ -1,7 +1,9 @@
 # Two commands: `make demo` trains a small language model on two processes, `make test` checks everything.
 # Both install into .venv first. PYTHON=/path/to/python uses that environment instead and installs nothing.
+# TORCH=2.11.0 picks another version of torch, in an environment of its own.
 
-VENV := .venv
+TORCH ?= 2.13.0
+VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
 
 ifdef PYTHON
 READY :=
@@ -47,6 +49,6 @@ $(VENV)/.installed: pyproject.toml
 		if [ -z "$$python" ]; then echo "no Python 3.11, 3.12 or 3.13 with the venv module on PATH; install one or pass PYTHON=/path/to/python" >&2; exit 1; fi; \
 		echo "making $(VENV) with $$python"; "$$python" -m venv $(VENV); \
 	fi
-	$(VENV)/bin/python -m pip install --quiet "torch==2.13.0"
-	$(VENV)/bin/python -m pip install --quiet "torch==2.13.0" --editable ".[test]"
+	$(VENV)/bin/python -m pip install --quiet "torch==$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable ".[test]"
 	@touch $@

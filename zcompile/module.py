@@ -146,11 +146,13 @@ class CompiledModule(nn.Module):
             raise StateError(
                 f"state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to load what fits"
             )
-        self._load_buffers({n: given[n] for n in others if n in buffers}, buffers)
+        self.load_buffers({n: given[n] for n in others if n in buffers})
         return compat.incompatible_keys(missing, unexpected)
 
     @torch.no_grad()
-    def _load_buffers(self, values: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    def load_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Write buffers by plain name; those on ``meta`` come to the model's device."""
+        buffers = dict(self.original.named_buffers(remove_duplicate=False))
         for name, value in values.items():
             if buffers[name].is_meta:
                 owner, _, leaf = name.rpartition(".")
