@@ -142,6 +142,7 @@ def _own_group(ranks: list[int], backend: str, timeout: float) -> dist.ProcessGr
         timeout=datetime.timedelta(seconds=timeout),
         backend=backend,
         use_local_synchronization=not everyone,  # other ranks need not know that a part of the job compiles a model
+        pg_options=compat.urgent_nccl() if backend == "nccl" else None,
         group_desc="zcompile",
     )
     assert isinstance(group, dist.ProcessGroup), "this rank is in the group"

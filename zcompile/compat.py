@@ -416,6 +416,17 @@ def set_group_timeout(group: Any, seconds: float) -> None:
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+def urgent_nccl() -> Any:
+    """Options of a NCCL group whose kernels go before computation.
+
+    A collective needs all its thread blocks at once; on a stream of normal priority it waits for them behind every matmul
+    (measured: a 116 MiB gather under a Llama forward takes 1.4 ms instead of 0.3).
+    """
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
 def start_all_gather(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
     """One coalesced all-gather along dim 0: ``outputs[i]`` is all ranks' ``inputs[i]``."""
     return group.allgather_into_tensor_coalesced(outputs, inputs)
