@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +53,11 @@ class Buffers:
 
     def part(self, buffer: Tensor, shape: torch.Size, index: int) -> Tensor:
         """Part ``index`` of a buffer along its flat memory, as ``shape``; made once a buffer."""
-        part = buffer.__dict__.get("part")
+        attributes: Any = buffer.__dict__
+        part = attributes.get("part")
         if part is None:
             numel = shape.numel()
-            part = buffer.__dict__["part"] = buffer.view(-1)[index * numel : (index + 1) * numel].view(shape)
+            part = attributes["part"] = buffer.view(-1)[index * numel : (index + 1) * numel].view(shape)
         return part
 
     def give(self, tensors: Sequence[Tensor]) -> None:

@@ -107,9 +107,7 @@ def compile(
         gradient_accumulation_steps=gradient_accumulation_steps,
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
-        differentiable=(differentiable,)
-        if isinstance(differentiable, (str, int))
-        else differentiable and tuple(differentiable),
+        differentiable=_differentiable(differentiable),
         verify=verify,
         timeout=timeout,
         max_captures=max_captures,
@@ -196,6 +194,13 @@ def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipel
         pipeline = passes.parse(given) if isinstance(given, str) else given
     pipeline.check()
     return pipeline
+
+
+def _differentiable(given: Sequence[str | int] | int | None) -> tuple[str | int, ...] | None:
+    """Names and indices as a tuple; a single one stands for itself."""
+    if given is None:
+        return None
+    return (given,) if isinstance(given, (str, int)) else tuple(given)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -113,7 +113,9 @@ def _program(captured: Captured, step: Step, local: Graph | None, backend: str, 
         local_sequence=None if local is None else collective_sequence(local),
         label=label,
         num_outputs=captured.num_outputs,
-        tangents={o.index: meta.tensor(n).stride() for n in captured.graph.inputs if isinstance(o := meta.origin(n), Tangent)},
+        tangents={
+            o.index: meta.tensor(n).stride() for n in captured.graph.inputs if isinstance(o := meta.origin(n), Tangent)
+        },
         detached={i: captured.output_names[i] for i in captured.detached},
         trainable=()
         if backward is None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree
 
 import zcompile
@@ -46,7 +46,9 @@ class Registered(Node):
     """A type that is registered with pytree."""
 
 
-_pytree.register_pytree_node(Registered, lambda r: ([r.value], None), lambda children, _: Registered(list(children)[0]))
+_pytree.register_pytree_node(
+    Registered, lambda r: ([r.value], None), lambda children, _: Registered(next(iter(children)))
+)
 
 
 def cached(f: Any, x: Tensor) -> tuple[Tensor, Cache]:
