@@ -64,6 +64,18 @@ class CompiledModule(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["original"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if "original" not in own or name in own or hasattr(type(self), name):
+            super().__setattr__(name, value)
+            if name == "training" and "original" in own:
+                own["original"].training = value
+        else:  # where forward reads it
+            setattr(own["original"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.original, name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the captured forward; the same arguments and result types as the user's."""
         return self._session.call(args, kwargs)

@@ -150,11 +150,11 @@ def _rng_untouched(device: torch.device) -> Iterator[None]:
 def buffer_reader(model: nn.Module) -> Callable[[str], Tensor]:
     """A function from a buffer's dotted name to its present tensor."""
     owners: dict[str, tuple[dict[str, Any], str]] = {}
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        owners[name] = (model.get_submodule(owner)._buffers, leaf)
 
     def read(name: str) -> Tensor:
+        if name not in owners:
+            owner, _, leaf = name.rpartition(".")
+            owners[name] = (model.get_submodule(owner)._buffers, leaf)
         table, leaf = owners[name]
         return table[leaf]
 

@@ -94,6 +94,8 @@ class Watcher:
         self._reads = [(t.get if isinstance(t, dict) else t.__getitem__, keys) for _, t, keys in found]
         self._last = [table[key] for _, table, keys in found for key in keys]
         values = {f"{path}{key}": _comparable(table[key]) for path, table, keys in found for key in keys}
+        for name, buffer in self._model.named_buffers():
+            values[name] = (tuple(buffer.shape), buffer.stride(), buffer.dtype, buffer.device)
         key = tuple(values.items())
         self._latest = self._numbers.setdefault(key, Attributes(len(self._numbers), values))
 
@@ -138,8 +140,6 @@ def _comparable(value: Any) -> Any:
         return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
     if isinstance(value, nn.Parameter):
         return _Identity(value)
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return (tuple(value.shape), value.stride(), value.dtype, value.device)
     if isinstance(value, (dict, list)):
         return (type(value), len(value))
     return _Identity(value)

@@ -113,8 +113,14 @@ class Converter:
         out = self.new.output([n for n, _ in outputs])
         meta.set_roles(out, [r for _, r in outputs])
         graph = Graph(f"{name}.joint", Direction.JOINT, self.new)
+        written = {role.name for _, role in outputs if isinstance(role, Mutation)}
+        written_inputs = {role.index for _, role in outputs if isinstance(role, InputMutation)}
         for node in graph.inputs:
-            if not node.users and not isinstance(meta.origin(node), Tangent):
+            origin = meta.origin(node)
+            is_written = (isinstance(origin, Buffer) and origin.name in written) or (
+                isinstance(origin, Input) and origin.index in written_inputs
+            )
+            if not node.users and not is_written and not isinstance(origin, Tangent):
                 self.new.erase_node(node)
         return graph, aliases, self.constants
 

@@ -123,7 +123,8 @@ def user_line(error: BaseException, model: nn.Module) -> str:
     for frame in reversed(frames):
         if not any(part in frame.filename for part in ("/torch/", "/zcompile/", "/capture/")):
             return f"{frame.filename}:{frame.lineno}"
-    return f"{type(model).__name__}.forward"
+    torch_frame = next((f for f in reversed(frames) if "/torch/nn/" in f.filename), None)
+    return f"{torch_frame.filename}:{torch_frame.lineno}" if torch_frame else f"{type(model).__name__}.forward"
 
 
 def first_line(error: BaseException) -> str:

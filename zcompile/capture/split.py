@@ -28,6 +28,9 @@ from zcompile.ir.graph import (
     output_node,
 )
 
+#: what the partitioner calls the random states that backward reads
+_STATE = "rng_state_output"
+
 
 def split(joint: Graph, fake_mode: Any) -> Step:
     """Cut a joint graph in two with the min-cut partitioner.
@@ -54,6 +57,7 @@ def split(joint: Graph, fake_mode: Any) -> Step:
     origins = {node.name: meta.origin(node) for node in joint.inputs}
     module = fx.GraphModule(nn.Module(), copy_fx(joint.fx))
     forward_module, backward_module = compat.min_cut_split(module, num_forward, statics, fake_mode)
+    _name_random_states(forward_module.graph, backward_module.graph)
     roles = [role for _, role in outputs]
     forward = _adopt(forward_module.graph, f"{name}.forward", Direction.FORWARD, roles[:num_forward], origins)
     backward = _adopt(backward_module.graph, f"{name}.backward", Direction.BACKWARD, roles[num_forward:], origins)
@@ -78,17 +82,39 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
     result.set_outputs(kept)
     for node in result.body:
         meta.clear_recompute(node)
-        if meta.value(node) is None and (picks := [u for u in node.users if edit.is_getitem(u)]):
-            # the partitioner types only the picks of what it inserts to save random states
-            by_index = {calls.index(u): meta.value(u) for u in picks}
-            meta.set_value(node, tuple(by_index[i] for i in sorted(by_index)))
+        if meta.value(node) is None and compat.is_higher_order(node.target):
+            meta.set_value(node, _random_result(node))
     for node in result.inputs:
         origin = origins.get(node.name)
         saved = direction is Direction.BACKWARD and not isinstance(origin, (Param, Tangent))
         meta.set_origin(node, Saved(node.name) if saved or origin is None else origin)
-        if not node.users and direction is Direction.FORWARD:
+        if not node.users and direction is Direction.FORWARD and origin not in written:
             result.fx.erase_node(node)
     return result
+
+
+def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Saved values are matched by name; the partitioner matches the random states that it saves by position only."""
+    states = [
+        n
+        for n in calls.tensors(output_node(forward))
+        if n is not None and edit.is_getitem(n) and _saves_state(n.args[0])
+    ]
+    wanted = [n for n in backward.nodes if n.op == "placeholder" and n.name.startswith(_STATE)]
+    for state, placeholder in zip(states, wanted, strict=True):
+        state.name = placeholder.name
+
+
+def _saves_state(node: Any) -> bool:
+    return node.target is compat.higher_order_operator("run_and_save_rng_state")
+
+
+def _random_result(node: fx.Node) -> Any:
+    """The type of a random operator's result inside of what saves or restores its random state."""
+    if _saves_state(node):
+        state = next(meta.value(u) for u in node.users if edit.is_getitem(u) and calls.index(u) == 0)
+        return (state, edit.infer(node.args[0], node.args[1:], node.kwargs))  # type: ignore[arg-type]
+    return edit.infer(node.args[1], node.args[2:], node.kwargs)  # type: ignore[arg-type]
 
 
 def _target(role: Role) -> Origin | None:
