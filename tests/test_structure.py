@@ -41,7 +41,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "runtime": ("ops", "program"),
 }
 # These make up the public surface, stand on top and may import every layer.
-TOP = frozenset({"__init__", "__main__", "api", "build", "module", "optim", "report", "session", "unsharded"})
+TOP = frozenset(
+    {"__init__", "__main__", "api", "build", "module", "optim", "report", "session", "unsharded", "weights"}
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -137,7 +137,11 @@ def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] 
 def dynamo_reason(error: BaseException) -> str:
     """Why Dynamo cannot capture a program: the kind of problem, its explanation and what it was about."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    parts = [line.strip().partition(": ")[2] for line in lines if line.strip().startswith(("Explanation: ", "Developer debug context: "))]
+    parts = [
+        line.strip().partition(": ")[2]
+        for line in lines
+        if line.strip().startswith(("Explanation: ", "Developer debug context: "))
+    ]
     return ": ".join([lines[0], *filter(None, parts)])[:400]
 
 
