@@ -96,8 +96,7 @@ def compile(
     }.items():
         if value is not None:
             raise ConfigError(f"{name}={value!r} is not supported in this version; leave it out")
-    if isinstance(model, CompiledModule):
-        raise ConfigError("the model is compiled already; pass the plain module")
+    check_modules(model)
     config = Config(
         stage=stage,
         precision=dtype_name(precision),
@@ -153,6 +152,27 @@ def _take_over(
 
     session = Session(model, config, pipeline, runner, param_type, label)
     return CompiledModule(model, config, pipeline, session)
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse modules that cannot be taken over.
+
+    Raises:
+        ConfigError: a module that is compiled already.
+        ShardingError: a scripted module, or a parameter that has no shape yet.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, CompiledModule):
+            raise ConfigError(f"{repr(path) if path else 'the model'} is compiled already; pass the plain module")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShardingError(
+                f"'{path}' is a torch.jit.ScriptModule, which cannot be captured; use the module it was made from"
+            )
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(p):
+            raise ShardingError(
+                f"'{name}' is lazy and has no shape yet; call the plain model once before zcompile.compile"
+            )
 
 
 def parameter_specs(model: nn.Module, config: Config, world_size: int) -> list[ParamSpec]:

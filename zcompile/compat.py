@@ -120,6 +120,7 @@ def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] 
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
         "ignore_logging_functions": logging_calls,
+        "allow_rnn": True,
     }
     with config.patch(options), _quiet("torch._dynamo.metrics_context"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -191,7 +192,18 @@ def aot_joint(stack: contextlib.ExitStack, module: fx.GraphModule, args: tuple[A
     """AOTAutograd's joint export with descriptors. Everything is fake until ``stack`` is closed."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    return aot_export_joint_with_descriptors(stack, module, args, {}, decompositions=decompositions())
+    with _without_mkldnn():  # its LSTM saves nothing for backward under no_grad, where graphs run
+        return aot_export_joint_with_descriptors(stack, module, args, {}, decompositions=decompositions())
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    was = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was)
 
 
 def aot_metadata(joint: Any) -> Any:

@@ -114,13 +114,15 @@ class Converter:
         meta.set_roles(out, [r for _, r in outputs])
         graph = Graph(f"{name}.joint", Direction.JOINT, self.new)
         written = {role.name for _, role in outputs if isinstance(role, Mutation)}
+        graded = {role.name for _, role in outputs if isinstance(role, Grad)}
         written_inputs = {role.index for _, role in outputs if isinstance(role, InputMutation)}
         for node in graph.inputs:
             origin = meta.origin(node)
             is_written = (isinstance(origin, Buffer) and origin.name in written) or (
                 isinstance(origin, Input) and origin.index in written_inputs
             )
-            if not node.users and not is_written and not isinstance(origin, Tangent):
+            is_graded = isinstance(origin, Param) and origin.name in graded  # the gradient may not need its value
+            if not node.users and not is_written and not is_graded and not isinstance(origin, Tangent):
                 self.new.erase_node(node)
         return graph, aliases, self.constants
 
@@ -138,10 +140,18 @@ class Converter:
             return Tangent(desc.output.idx)
         if isinstance(desc, t.TangentAOTInput) and isinstance(desc.output, t.InputMutationAOTOutput):
             target = self._origin(desc.output.mutated_input)
+            _refuse_parameter(target)
             what = f"argument {target.index}" if isinstance(target, Input) else f"'{getattr(target, 'name', target)}'"
             raise CaptureError(
                 f"forward writes a value that needs a gradient into {what} in place, so that a later backward would go on into this "
                 "call; write value.detach(), or return the value as an output"
+            )
+        if isinstance(desc, t.ForwardTokenAOTInput):
+            effects = [n for n in self.module.graph.nodes if "with_effects" in str(n.target)]
+            called = f" ({effects[0].args[1]} at {meta.source(effects[0]) or 'forward'})" if effects else ""
+            raise CaptureError(
+                f"forward calls an operator with side effects{called}, which a captured graph cannot order; replace it (for "
+                "linear algebra by its variant without error checks, such as torch.linalg.inv_ex)"
             )
         raise CaptureError(
             f"the captured graph has an input that zcompile does not know: {desc}; please report the model"
@@ -165,6 +175,12 @@ class Converter:
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
                 f"the captured graph calls a subgraph '{target}', which zcompile cannot take apart; avoid higher-order operators there"
+            )
+        if value.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"forward uses a tensor of shape {list(value.shape)} that requires grad and belongs to no module that is registered in "
+                "the model; register it (a parameter as an attribute, parameters in nn.ParameterList, modules in nn.ModuleList) or pass "
+                "it as an argument"
             )
         name = f"constant.{len(self.constants)}"
         self.constants[name] = value
@@ -230,9 +246,7 @@ class Converter:
                 return Mutation(origin.name)
             if isinstance(origin, Input):
                 return InputMutation(origin.index)
-            raise CaptureError(
-                f"forward writes to parameter '{getattr(origin, 'name', origin)}' in place; write to a buffer instead"
-            )
+            _refuse_parameter(origin)
         if isinstance(desc, t.GradAOTOutput):
             origin = self._origin(desc.grad_of)
             if isinstance(origin, Param):
@@ -241,4 +255,12 @@ class Converter:
             return InputGrad(origin.index)
         raise CaptureError(
             f"the captured graph has an output that zcompile does not know: {desc}; please report the model"
+        )
+
+
+def _refuse_parameter(target: Origin) -> None:
+    if isinstance(target, Param):
+        raise CaptureError(
+            f"forward writes to parameter '{target.name}' in place; write to a buffer instead, or change parameters between steps "
+            "(an embedding's max_norm does that, too)"
         )

@@ -173,7 +173,8 @@ def _restore(model: nn.Module, before: dict[nn.Module, tuple[str, _Attributes]])
             entries = [key]
             if key in _TABLES and was is not None and now is not None:
                 entries = [n for n in was[2] | now[2] if was[2].get(n) is not now[2].get(n)] or [key]
-            names += [f"'{path}.{n}'" if path else f"'{n}'" for n in entries]
+            if not (isinstance(module, nn.RNNBase) and key.startswith("_flat_weight")):  # its cache of its parameters
+                names += [f"'{path}.{n}'" if path else f"'{n}'" for n in entries]
             if was is None:
                 module.__dict__.pop(key)
                 continue

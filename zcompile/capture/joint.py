@@ -276,7 +276,7 @@ def _dynamo(wrapper: _Wrapper, leaves: list[torch.Tensor], mode: Any) -> fx.Grap
     try:
         traced = compat.dynamo_capture(wrapper, tuple(leaves), changed)
     except compat.dynamo_errors() as error:
-        places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+        places = [p for p in re.findall(r'File "([^"]+)", line (\d+)', str(error)) if p[0] != __file__]
         where = ":".join(places[-1]) if places else f"{type(wrapper.model).__name__}.forward"
         raise CaptureError(
             f"the model cannot be captured as one graph: {compat.dynamo_reason(error)} (at {where}); rewrite that line with tensor "

@@ -55,16 +55,23 @@ def split(joint: Graph, fake_mode: Any) -> Step:
         return Step(forward, None)
     statics = [i for i, node in enumerate(joint.inputs) if isinstance(meta.origin(node), Param)]
     origins = {node.name: meta.origin(node) for node in joint.inputs}
+    unread = {
+        node.name for node in joint.inputs if not node.users
+    }  # there because of what is written to it, or of its gradient
     module = fx.GraphModule(nn.Module(), copy_fx(joint.fx))
     forward_module, backward_module = compat.min_cut_split(module, num_forward, statics, fake_mode)
     _name_random_states(forward_module.graph, backward_module.graph)
     roles = [role for _, role in outputs]
-    forward = _adopt(forward_module.graph, f"{name}.forward", Direction.FORWARD, roles[:num_forward], origins)
-    backward = _adopt(backward_module.graph, f"{name}.backward", Direction.BACKWARD, roles[num_forward:], origins)
+    forward = _adopt(forward_module.graph, f"{name}.forward", Direction.FORWARD, roles[:num_forward], origins, unread)
+    backward = _adopt(
+        backward_module.graph, f"{name}.backward", Direction.BACKWARD, roles[num_forward:], origins, unread
+    )
     return Step(forward, backward)
 
 
-def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], origins: dict[str, Any]) -> Graph:
+def _adopt(
+    graph: fx.Graph, name: str, direction: Direction, roles: list[Role], origins: dict[str, Any], unread: set[str]
+) -> Graph:
     """A graph of the partitioner as ours: origins of placeholders by name, saved values by name, parameters never among them."""
     result = Graph(name, direction, copy_fx(graph))
     values: list[fx.Node | None] = [*calls.tensors(output_node(result.fx))]
@@ -88,7 +95,7 @@ def _adopt(graph: fx.Graph, name: str, direction: Direction, roles: list[Role], 
         origin = origins.get(node.name)
         saved = direction is Direction.BACKWARD and not isinstance(origin, (Param, Tangent))
         meta.set_origin(node, Saved(node.name) if saved or origin is None else origin)
-        if not node.users and direction is Direction.FORWARD and origin not in written:
+        if not node.users and direction is Direction.FORWARD and node.name not in unread:
             result.fx.erase_node(node)
     return result
 
