@@ -146,6 +146,18 @@ def dynamo_reason(error: BaseException) -> str:
     return ": ".join([lines[0], *filter(None, parts)])[:400]
 
 
+def dynamo_name(source: str) -> str:
+    """What Dynamo calls ``G['x'].y`` or ``L['self']._modules['model'].y``, in words."""
+    if match := re.fullmatch(r"G\['__import_(\w+)'\](.*)", source):
+        return f"a global of {match[1].replace('_dot_', '.')}{match[2] and ': ' + match[2].removeprefix('.')}"
+    if match := re.fullmatch(r"G\['(\w+)'\](.*)", source):
+        return f"global '{match[1]}{match[2]}'"
+    if match := re.fullmatch(r"L\['self'\]\._modules\['model'\](.*)", source):
+        path = re.sub(r"\._modules\['([^']*)'\]", r".\1", match[1])
+        return f"'{path.removeprefix('.')}'"
+    return source
+
+
 def dynamo_global(source: str) -> Any:
     """The object that Dynamo calls ``G['__import_a_dot_b'].name``: a global of another module; None for other sources."""
     match = re.fullmatch(r"G\['__import_(\w+)'\]((?:\.\w+)+)", source)

@@ -28,7 +28,6 @@ class CompiledModule(nn.Module):
 
     Attributes:
         original: the user's module; its parameters are shards, full only inside ``unsharded()``.
-        options: how it was compiled.
         pipeline: the passes that run on every capture.
     """
 
@@ -53,7 +52,7 @@ class CompiledModule(nn.Module):
         ):
             own[extra] = original.__dict__[extra]
         own["original"] = original
-        own["options"] = config
+        own["_config"] = config
         own["pipeline"] = pipeline
         own["_session"] = session
         own["training"] = original.training
@@ -242,7 +241,7 @@ class CompiledModule(nn.Module):
         buffers = runner.executor.buffers
         return Report(
             world_size=runner.shards.mesh.size,
-            stage=self.options.stage,
+            stage=self._config.stage,
             parameter_bytes=params,
             parameter_bytes_total=all_params,
             gradient_bytes=grads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +91,13 @@ def eager_run(model: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[s
             f"control flow depends on tensor values at {user_line(error, model)} ({first_line(error)}); compute it with tensor "
             "operators such as torch.where, or move the decision out of forward and pass it as a bool, int or float"
         ) from error
+    except RuntimeError as error:
+        if "is not supported for tensor subclasses" not in str(error):
+            raise
+        raise CaptureError(
+            f"forward leaves PyTorch at {user_line(error, model)} ({first_line(error).partition(' is not')[0]}), where a captured graph "
+            "cannot follow; compute it with tensor operators, or outside of the model"
+        ) from error
     finally:
         changed = _restore(model, before)
     if changed:
@@ -117,13 +125,18 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     return {name: _fingerprint(attribute) for name, attribute in vars(value).items()}
 
 
+_ROOT = Path(__file__).parent.parent
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{_ROOT}/")
+_MODULES = f"{Path(torch.__file__).parent}/nn/"
+
+
 def user_line(error: BaseException, model: nn.Module) -> str:
     """``file:line`` of the innermost frame of user code in a traceback: code outside torch and zcompile."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if not any(part in frame.filename for part in ("/torch/", "/zcompile/", "/capture/")):
+        if not frame.filename.startswith(_NOT_THE_USERS):
             return f"{frame.filename}:{frame.lineno}"
-    torch_frame = next((f for f in reversed(frames) if "/torch/nn/" in f.filename), None)
+    torch_frame = next((f for f in reversed(frames) if f.filename.startswith(_MODULES)), None)
     return f"{torch_frame.filename}:{torch_frame.lineno}" if torch_frame else f"{type(model).__name__}.forward"
 
 
@@ -151,10 +164,17 @@ def _fingerprint(value: Any) -> Any:
     if isinstance(value, (int, float, str, bool, type(None))):
         return value
     if isinstance(value, dict):
-        return (id(value), tuple((k if isinstance(k, str) else id(k), id(v)) for k, v in value.items()))
+        return (
+            id(value),
+            tuple((k if isinstance(k, str) else id(k), id(v), _requires_grad(v)) for k, v in value.items()),
+        )
     if isinstance(value, (list, set, tuple)):
         return (id(value), tuple(id(v) for v in value))
     return id(value)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
 
 
 def _contents(value: Any) -> Any:
