@@ -380,28 +380,26 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def module_hooks(module: nn.Module) -> list[str]:
-    """The kinds of hooks that a module carries and that a capture would drop."""
-    kinds = {
+def module_hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    """The hooks of a module that a capture would drop, by kind."""
+    return {
         "forward pre-hook": module._forward_pre_hooks,
         "forward hook": module._forward_hooks,
         "backward hook": module._backward_hooks,
         "backward pre-hook": module._backward_pre_hooks,
     }
-    return [kind for kind, hooks in kinds.items() if hooks]
 
 
-def global_module_hooks() -> list[str]:
-    """The kinds of hooks that are registered for all modules, and that a capture would drop."""
+def global_module_hooks() -> dict[str, dict[Any, Any]]:
+    """The hooks that are registered for all modules, by kind."""
     from torch.nn.modules import module
 
-    kinds = {
+    return {
         "forward pre-hook": module._global_forward_pre_hooks,
         "forward hook": module._global_forward_hooks,
         "backward hook": module._global_backward_hooks,
         "backward pre-hook": module._global_backward_pre_hooks,
     }
-    return [kind for kind, hooks in kinds.items() if hooks]
 
 
 # Distributed. ---------------------------------------------------------------------------------------------------------
@@ -630,7 +628,7 @@ def _check_autograd() -> None:
     assert seen == [(True, [True])], f"inside backward: keeps graph, will accumulate = {seen}"
     assert len(fired) == 1 and fired[0][0] == 3.0, "a None gradient no longer fires the post-accumulate hook once"
     assert not tensor_hooks(w)
-    assert module_hooks(nn.Linear(1, 1)) == [] and isinstance(global_module_hooks(), list)
+    assert not any(module_hooks(nn.Linear(1, 1)).values()) and global_module_hooks()
     assert version(torch.zeros(1).add_(1)) == 1
 
 

@@ -45,6 +45,11 @@ class CompiledModule(nn.Module):
         ):
             own[table] = original.__dict__[table]
         for extra in (
+            "_is_full_backward_hook",
+            "_state_dict_hooks",
+            "_state_dict_pre_hooks",
+            "_load_state_dict_pre_hooks",
+            "_load_state_dict_post_hooks",
             "_forward_hooks_with_kwargs",
             "_forward_hooks_always_called",
             "_forward_pre_hooks_with_kwargs",
@@ -56,6 +61,15 @@ class CompiledModule(nn.Module):
         own["pipeline"] = pipeline
         own["_session"] = session
         own["training"] = original.training
+
+    def __new__(cls, original: nn.Module, *_: Any) -> CompiledModule:
+        """Of a container (such as ``nn.Sequential``), a container: with its length, items and iteration."""
+        kept = {
+            n: _of_original(n)
+            for n in ("__len__", "__iter__", "__getitem__", "__contains__")
+            if hasattr(type(original), n)
+        }
+        return super().__new__(type(cls.__name__, (cls,), kept) if kept else cls)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -114,7 +128,7 @@ class CompiledModule(nn.Module):
         self._announce("full_state_dict")
         shards = self._session.runner.shards
         names = {n for n, _ in self.original.named_parameters(remove_duplicate=False)}
-        wanted = list(nn.Module.state_dict(self))
+        wanted = list(self.original.state_dict())
         buffers = {
             n: b.detach().clone()
             for n, b in self.original.named_buffers(remove_duplicate=False)
@@ -123,6 +137,10 @@ class CompiledModule(nn.Module):
         broadcast(shards.mesh, list(buffers.values()))
         full = state.full_state_dict(shards, buffers)
         return {n: full[n] for n in wanted if n in full}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of the user's module, with its own extra state and hooks: shards, by plain name."""
+        return self.original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors or DTensors by plain name; each rank takes its own part.
@@ -150,8 +168,8 @@ class CompiledModule(nn.Module):
         missing, others = state.load_full_state(shards, given, strict=False)
         missing = [n for n in missing if n not in loaded or not any(a in state_dict for a in shards.specs[n].names)]
         buffers = dict(self.original.named_buffers(remove_duplicate=False))
-        unexpected = [n for n in others if n not in buffers]
-        saved = set(nn.Module.state_dict(self))
+        unexpected = [n for n in others if n not in buffers and not self._load_extra_state(n, given[n])]
+        saved = set(self.original.state_dict())
         missing += [n for n in buffers if n in saved and n not in state_dict]
         if strict and (missing or unexpected):
             raise StateError(
@@ -252,6 +270,10 @@ class CompiledModule(nn.Module):
             gathered_peak_bytes=buffers.peak_bytes,
             captures=self._session.num_captures,
         )
+
+
+def _of_original(name: str) -> Any:
+    return lambda self, *args: getattr(type(self.original), name)(self.original, *args)
 
 
 def unwrap(model: CompiledModule) -> nn.Module:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from zcompile.build import Built, build
 from zcompile.capture.convert import ParamType
-from zcompile.capture.joint import Call, capture
+from zcompile.capture.joint import Call, capture, check_capturable
 from zcompile.capture.signature import Fingerprint, Signature, make_signature
 from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten
 from zcompile.config import Config
-from zcompile.errors import RankError, SignatureError, UnfilledError
+from zcompile.errors import RankError, ShardingError, SignatureError, UnfilledError
 from zcompile.ir.graph import Input
 from zcompile.pipeline import Dump, Pipeline
 from zcompile.runtime.step import StepRunner
@@ -54,6 +54,9 @@ class Session:
         self._built: dict[Signature, Built] = {}
         self._fingerprint = Fingerprint(model)
         self._unfilled = True
+        shards = runner.shards
+        plain = () if shards.mesh.is_distributed else shards.specs
+        self._memory = [(name, p := shards.parameter(name), p.data_ptr()) for name in plain]
 
     @property
     def num_captures(self) -> int:
@@ -64,6 +67,14 @@ class Session:
         """Run the model: ``model(*args, **kwargs)``."""
         if self._unfilled:
             self._check_filled()
+        for name, parameter, address in self._memory:
+            if parameter.data_ptr() != address:
+                raise ShardingError(
+                    f"parameter '{name}' was given other memory, by assigning its .data or by .to() of a submodule; write values in "
+                    "place (p.data.copy_(value)), and convert the model before zcompile.compile"
+                )
+        if self._fingerprint.has_hooks():
+            check_capturable(self.model)
         tensors, structure, _ = flatten((args, kwargs))
         training = torch.is_grad_enabled()
         signature = make_signature(tensors, structure, training, self._autocast(), self._fingerprint)

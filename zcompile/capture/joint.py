@@ -162,12 +162,13 @@ def check_capturable(model: nn.Module) -> None:
     Raises:
         CaptureError: a submodule with hooks, or an embedding with sparse gradients.
     """
-    if kinds := compat.global_module_hooks():
+    if kinds := [kind for kind, hooks in compat.global_module_hooks().items() if hooks]:
         raise CaptureError(
             f"a {kinds[0]} is registered for all modules, which a captured graph would drop; remove it for the time of training"
         )
     for path, module in model.named_modules():
-        if module is not model and (kinds := compat.module_hooks(module)):
+        kinds = [kind for kind, hooks in compat.module_hooks(module).items() if hooks]
+        if module is not model and kinds:
             raise CaptureError(
                 f"module '{path}' has a {kinds[0]}, which a captured graph would drop; remove the hook and return what it "
                 "needs as an output of forward, or register it on the whole model"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcompile import compat
 from zcompile.capture.attributes import Attributes, Watcher
 from zcompile.capture.tree import Structure
 from zcompile.errors import CaptureError
@@ -64,6 +65,13 @@ class Fingerprint:
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._attributes = Watcher(model)
+        self._hooks = list(compat.global_module_hooks().values())
+        for module in self._modules[1:]:
+            self._hooks += compat.module_hooks(module).values()
+
+    def has_hooks(self) -> bool:
+        """Whether a submodule has a hook, or there are hooks for all modules."""
+        return any(self._hooks)
 
     def modes(self) -> tuple[bool, ...]:
         """The train/eval flag of every module."""
