@@ -154,6 +154,8 @@ def dynamo_name(source: str) -> str:
         return f"global '{match[1]}{match[2]}'"
     if match := re.fullmatch(r"L\['self'\]\._modules\['model'\](.*)", source):
         path = re.sub(r"\._modules\['([^']*)'\]", r".\1", match[1])
+        if hook := re.match(r"(.*)\._forward_(?:pre_)?hooks\[", path):
+            return f"what a forward hook of module '{hook[1].removeprefix('.')}' holds"
         return f"'{path.removeprefix('.')}'"
     return source
 
@@ -339,6 +341,9 @@ def is_mutating(op: Any) -> bool:
 def inductor_compile(module: fx.GraphModule, example_inputs: list[Any], fake_mode: Any) -> Callable[[list[Any]], Any]:
     """Compile one pure graph with Inductor.
 
+    Every result keeps the strides that the graph says: other regions are compiled for them (Inductor would otherwise choose a
+    layout of its own, channels last after a convolution).
+
     Returns:
         A function of one list of tensors, which it clears; it returns a sequence of results. Call it under ``no_grad``.
     """
@@ -347,6 +352,8 @@ def inductor_compile(module: fx.GraphModule, example_inputs: list[Any], fake_mod
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    output = module.graph.find_nodes(op="output")[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), config.patch(fallback_random=True):
         return compile_fx_inner(module, example_inputs)
 
@@ -380,11 +387,14 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def module_hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
+def forward_hooks(module: nn.Module) -> list[dict[Any, Any]]:
+    """The hooks of a module that become part of a captured graph: tables of functions."""
+    return [module._forward_pre_hooks, module._forward_hooks]
+
+
+def backward_hooks(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """The hooks of a module that a capture would drop, by kind."""
     return {
-        "forward pre-hook": module._forward_pre_hooks,
-        "forward hook": module._forward_hooks,
         "backward hook": module._backward_hooks,
         "backward pre-hook": module._backward_pre_hooks,
     }
@@ -628,7 +638,9 @@ def _check_autograd() -> None:
     assert seen == [(True, [True])], f"inside backward: keeps graph, will accumulate = {seen}"
     assert len(fired) == 1 and fired[0][0] == 3.0, "a None gradient no longer fires the post-accumulate hook once"
     assert not tensor_hooks(w)
-    assert not any(module_hooks(nn.Linear(1, 1)).values()) and global_module_hooks()
+    assert (
+        not any([*forward_hooks(nn.Linear(1, 1)), *backward_hooks(nn.Linear(1, 1)).values()]) and global_module_hooks()
+    )
     assert version(torch.zeros(1).add_(1)) == 1
 
 
