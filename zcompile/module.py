@@ -178,6 +178,14 @@ class CompiledModule(nn.Module):
         self.load_buffers({n: given[n] for n in others if n in buffers})
         return compat.incompatible_keys(missing, unexpected)
 
+    def _load_extra_state(self, name: str, value: Any) -> bool:
+        """Give a module its extra state; False if ``name`` is none."""
+        path, _, leaf = name.rpartition(".")
+        if leaf != "_extra_state" or name not in self.original.state_dict():
+            return False
+        self.original.get_submodule(path).set_extra_state(value)
+        return True
+
     @torch.no_grad()
     def load_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Write buffers by plain name; those on ``meta`` come to the model's device."""

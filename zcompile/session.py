@@ -73,7 +73,7 @@ class Session:
                     f"parameter '{name}' was given other memory, by assigning its .data or by .to() of a submodule; write values in "
                     "place (p.data.copy_(value)), and convert the model before zcompile.compile"
                 )
-        if self._fingerprint.has_hooks():
+        if self._fingerprint.has_forbidden_hooks():
             check_capturable(self.model)
         tensors, structure, _ = flatten((args, kwargs))
         training = torch.is_grad_enabled()

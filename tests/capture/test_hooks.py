@@ -146,9 +146,50 @@ def test_backward_hooks_of_the_model(before: bool) -> None:
     assert_same_state(model, plain, exact=False)
 
 
+PURE: dict[str, Any] = {
+    "forward pre-hook": lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] + 1,)),
+    "forward hook": lambda m: m.register_forward_hook(lambda m, args, out: out * 2),
+    "with kwargs": lambda m: m.register_forward_hook(lambda m, args, kwargs, out: out * 2, with_kwargs=True),
+    "requires grad": lambda m: m.register_forward_hook(lambda m, args, out: out.requires_grad_(True)),
+}
+
+
+@pytest.mark.parametrize("kind", PURE)
+def test_forward_hooks_of_submodules_are_part_of_the_graph(kind: str) -> None:
+    plain, model = both()
+    for register in (True, False, True):
+        handles = [PURE[kind](m.b) for m in (plain, model)] if register else []
+        assert_same(model(X), plain(X))
+        for m in (plain, model):
+            m(X).square().sum().backward()
+        assert_same_state(model, plain, exact=False)
+        for handle in handles:
+            handle.remove()
+
+
+SEEN: dict[str, Tensor] = {}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_forward_hooks_with_side_effects_are_refused(before: bool) -> None:
+    seen: list[Tensor] = []
+    effects: dict[Any, str] = {
+        lambda m, args, out: seen.append(out): "what a forward hook of module 'b' holds",
+        lambda m, args, out: SEEN.update(b=out.detach()): "a global of .*: SEEN",
+        lambda m, args, out: setattr(m, "last", out): "'b.last'",
+    }
+    for hook, name in effects.items():
+        plain, model = both()
+        if not before:
+            model(X)
+        handle = model.b.register_forward_hook(hook)
+        with pytest.raises(CaptureError, match=name):
+            model(X)
+        handle.remove()
+        assert_same(model(X), plain(X))
+
+
 HOOKS: dict[str, Any] = {
-    "forward pre-hook": lambda m: m.register_forward_pre_hook(lambda m, args: None),
-    "forward hook": lambda m: m.register_forward_hook(lambda m, args, out: None),
     "backward hook": lambda m: m.register_full_backward_hook(lambda m, gi, go: None),
     "backward pre-hook": lambda m: m.register_full_backward_pre_hook(lambda m, g: None),
 }
@@ -156,7 +197,7 @@ HOOKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("captured", [False, True])
-def test_hooks_of_submodules_are_refused(kind: str, captured: bool) -> None:
+def test_backward_hooks_of_submodules_are_refused(kind: str, captured: bool) -> None:
     plain, model = both()
     if captured:
         model(X)

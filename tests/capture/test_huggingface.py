@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt2 with a mask": (gpt2, dict(input_ids=IDS, labels=LABELS, attention_mask=MASK)),
     "bert": (bert, dict(input_ids=IDS, labels=LABELS, attention_mask=MASK, token_type_ids=torch.zeros_like(IDS))),
     "bert classifier": (bert_classifier, dict(input_ids=IDS, attention_mask=MASK, labels=torch.tensor([0, 2]))),
-    "t5": (t5, dict(input_ids=IDS, attention_mask=MASK, labels=LABELS[:, :6])),
+    "t5": (t5, dict(input_ids=IDS, attention_mask=MASK, labels=LABELS[:, :6].contiguous())),
     "vit": (vit, dict(pixel_values=IMAGES, labels=torch.tensor([0, 1]))),
     "mixtral": (mixtral, dict(input_ids=IDS, labels=LABELS)),
     "lora": (lora, dict(input_ids=IDS, labels=LABELS)),

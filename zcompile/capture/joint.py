@@ -167,11 +167,11 @@ def check_capturable(model: nn.Module) -> None:
             f"a {kinds[0]} is registered for all modules, which a captured graph would drop; remove it for the time of training"
         )
     for path, module in model.named_modules():
-        kinds = [kind for kind, hooks in compat.module_hooks(module).items() if hooks]
+        kinds = [kind for kind, hooks in compat.backward_hooks(module).items() if hooks]
         if module is not model and kinds:
             raise CaptureError(
-                f"module '{path}' has a {kinds[0]}, which a captured graph would drop; remove the hook and return what it "
-                "needs as an output of forward, or register it on the whole model"
+                f"module '{path}' has a {kinds[0]}, which a captured graph would drop; remove the hook, or register it on an "
+                "output, a parameter or the whole model"
             )
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise CaptureError(

@@ -26,6 +26,7 @@ class Signature:
         trainable: the requires_grad flag of every parameter.
         autocast: dtype of the ambient autocast, None when off.
         attributes: the values of the modules' plain attributes.
+        hooks: the forward hooks of submodules.
     """
 
     tensors: tuple[Any, ...]
@@ -35,6 +36,7 @@ class Signature:
     trainable: tuple[bool, ...]
     autocast: torch.dtype | None
     attributes: Attributes
+    hooks: tuple[Any, ...]
 
     def difference(self, other: Signature) -> str:
         """In words, what ``self`` has that ``other`` has not: why a call needs a capture of its own."""
@@ -52,6 +54,8 @@ class Signature:
             return "requires_grad of parameters changed"
         if self.autocast != other.autocast:
             return f"autocast is {self.autocast} instead of {other.autocast}"
+        if self.hooks != other.hooks:
+            return "forward hooks of submodules changed"
         return f"attribute '{self.attributes.difference(other.attributes)}' has another value"
 
 
@@ -65,13 +69,19 @@ class Fingerprint:
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._attributes = Watcher(model)
-        self._hooks = list(compat.global_module_hooks().values())
+        self._forbidden = list(compat.global_module_hooks().values())
+        self._hooks: list[dict[Any, Any]] = []
         for module in self._modules[1:]:
-            self._hooks += compat.module_hooks(module).values()
+            self._forbidden += compat.backward_hooks(module).values()
+            self._hooks += compat.forward_hooks(module)
 
-    def has_hooks(self) -> bool:
-        """Whether a submodule has a hook, or there are hooks for all modules."""
-        return any(self._hooks)
+    def has_forbidden_hooks(self) -> bool:
+        """Whether a submodule has a backward hook, or there are hooks for all modules."""
+        return any(self._forbidden)
+
+    def hooks(self) -> tuple[Any, ...]:
+        """The forward hooks of submodules, which graphs contain."""
+        return tuple((i, *table.values()) for i, table in enumerate(self._hooks) if table) if any(self._hooks) else ()
 
     def modes(self) -> tuple[bool, ...]:
         """The train/eval flag of every module."""
@@ -114,6 +124,7 @@ def make_signature(
         fingerprint.trainable(),
         autocast,
         fingerprint.attributes(),
+        fingerprint.hooks(),
     )
 
 
