@@ -54,7 +54,7 @@ def measure(layers: int, backend: str, hidden: int, ranks: int) -> dict[str, Any
     seconds: dict[str, float] = defaultdict(float)
     session.capture = timed(seconds, "capture", session.capture)
     build.split = timed(seconds, "split", build.split)
-    build._program = timed(seconds, "lower", build._program)
+    build._lower = timed(seconds, "lower", build._lower)
     size = dataclasses.replace(SIZES["tiny"], hidden=hidden, layers=layers, ffn=3 * hidden, seq=64)
     config = Config(stage=3)
     pipeline = passes.default_pipeline(config, size=ranks) if ranks > 1 else None

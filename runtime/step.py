@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
-from zcompile.program import Program, StepProgram
+from zcompile.program import Runnable, StepProgram
 from zcompile.runtime.agreement import Agreement, TextSequence
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.executor import Executor
@@ -58,8 +59,8 @@ class StepRunner:
         self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]
     ) -> tuple[list[Any], SavedValues]:
         """The output leaves, and what backward needs by name."""
-        program = step.forward
-        self.agreement.event(f"forward ({step.label})", step.forward_sequence)
+        program = step.forward.program
+        self.agreement.event(f"forward ({step.label})", step.forward.sequence)
         slots: list[Any] = [None] * program.num_slots
         for port in program.inputs:
             if port.kind == "param":
@@ -68,7 +69,7 @@ class StepRunner:
                 slots[port.slot] = inputs[port.key].detach()
             else:
                 slots[port.slot] = constants[port.key] if port.key in constants else self.buffer_of(port.key)
-        slots = self._run(program, step, slots)
+        slots = self._run(step.forward, slots)
         outputs: list[Any] = [None] * step.num_outputs
         saved = SavedValues(self.executor.buffers)
         for port in program.outputs:
@@ -98,12 +99,10 @@ class StepRunner:
         Returns:
             (parameter, padded gradient shard) pairs, and the gradients of inputs by index.
         """
-        program = step.local_backward if self.local_only else step.backward
-        assert program is not None
-        if self.local_only:
-            self.agreement.event(f"backward ({step.label}, no_sync)", step.local_sequence)
-        else:
-            self.agreement.event(f"backward ({step.label})", step.backward_sequence)
+        backward = self._local(step) if self.local_only else step.backward
+        assert backward is not None
+        program = backward.program
+        self.agreement.event(f"backward ({step.label}{', no_sync' * self.local_only})", backward.sequence)
         saved.check_versions()
         kept = saved.take_kept(keep)
         slots: list[Any] = [None] * program.num_slots
@@ -116,14 +115,24 @@ class StepRunner:
                 slots[port.slot] = kept[port.key] if port.kind == "kept" else saved.values[port.key]
         if not keep:
             saved.values.clear()
-        slots = self._run(program, step, slots)
+        slots = self._run(backward, slots)
         grads = [(port.key, slots[port.slot]) for port in program.outputs if port.kind == "grad"]
         return grads, {port.key: slots[port.slot] for port in program.outputs if port.kind == "input_grad"}
 
-    def _run(self, program: Program, step: StepProgram, slots: list[Any]) -> list[Any]:
+    def _local(self, step: StepProgram) -> Runnable:
+        """The backward of ``no_sync``; its first use builds it."""
+        with self._told():
+            return step.local_backward()
+
+    def _run(self, runnable: Runnable, slots: list[Any]) -> list[Any]:
+        with self._told(), torch.no_grad():
+            return self.executor.run(runnable.program, runnable.bodies, slots)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell the other ranks when the body fails here: they would wait for collectives that never come."""
         try:
-            with torch.no_grad():
-                return self.executor.run(program, step.bodies, slots)
+            yield
         except RankError:
             raise
         except BaseException as error:

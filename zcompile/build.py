@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from zcompile.capture.joint import Captured
@@ -17,7 +18,7 @@ from zcompile.lower.inductor import compile_region
 from zcompile.lower.program import lower_program
 from zcompile.passes.zero.reduce import Reduce
 from zcompile.pipeline import Dump, Facts, History, Pipeline
-from zcompile.program import Call, StepProgram
+from zcompile.program import Runnable, StepProgram
 from zcompile.verify.ranks import collective_sequence
 from zcompile.verify.verifier import Verifier
 
@@ -63,6 +64,8 @@ def build(
         label: how the step is called in errors.
         dump: where to write the graphs after each pass.
     """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     pipeline.check()
     facts: Facts = {}
     joint = captured.graph.copy()
@@ -72,52 +75,39 @@ def build(
     step = split(joint, captured.fake_mode)
     pure = step.copy()
     step_history = pipeline.run_step(step, verifier, dump, dict(facts))
-    local = _local_variant(pure, pipeline, verifier, facts) if step.backward is not None else None
-    program = _program(captured, step, local, backend, label)
-    graphs = Graphs(joint, step.forward, step.backward)
+    backward = step.backward
+    program = StepProgram(
+        forward=_lower(step.forward, backend),
+        backward=None if backward is None else _lower(backward, backend),
+        local_backward=cache(lambda: _lower(_local_variant(pure, pipeline, verifier, facts), backend)),
+        label=label,
+        num_outputs=captured.num_outputs,
+        tangents=_tangents(captured.graph),
+        detached={i: captured.output_names[i] for i in captured.detached},
+        trainable=()
+        if backward is None
+        else tuple(role.name for _, role in backward.outputs if isinstance(role, Grad)),
+    )
+    graphs = Graphs(joint, step.forward, backward)
     return Built(captured, graphs, History(joint_history.entries + step_history.entries), program)
 
 
 def _local_variant(pure: Step, pipeline: Pipeline, verifier: Verifier, facts: Facts) -> Graph:
     """The backward without reductions, for ``no_sync``."""
     passes = tuple(dataclasses.replace(p, local=True) if isinstance(p, Reduce) else p for p in pipeline.passes)
-    Pipeline(passes).run_step(pure, verifier, None, dict(facts))
-    assert pure.backward is not None
-    return pure.backward
+    step = pure.copy()
+    Pipeline(passes).run_step(step, verifier, None, dict(facts))
+    assert step.backward is not None, "a step without a backward has no local one"
+    return step.backward
 
 
-def _program(captured: Captured, step: Step, local: Graph | None, backend: str, label: str) -> StepProgram:
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    bodies: dict[str, Any] = {}
+def _lower(graph: Graph, backend: str) -> Runnable:
+    """Compile the regions of a scheduled graph, and its top level to a program."""
+    bodies = {name: BACKENDS[backend](region) for name, region in graph.regions.items()}
+    return Runnable(lower_program(graph), bodies, collective_sequence(graph))
 
-    def lower(graph: Graph, prefix: str) -> Any:
-        for name, region in graph.regions.items():
-            bodies[prefix + name] = BACKENDS[backend](region)
-        program = lower_program(graph)
-        return dataclasses.replace(
-            program,
-            instructions=tuple(
-                dataclasses.replace(i, body=prefix + i.body) if isinstance(i, Call) else i for i in program.instructions
-            ),
-        )
 
-    backward = step.backward
-    return StepProgram(
-        forward=lower(step.forward, ""),
-        backward=None if backward is None else lower(backward, ""),
-        local_backward=None if local is None else lower(local, "local_"),
-        bodies=bodies,
-        forward_sequence=collective_sequence(step.forward),
-        backward_sequence=None if backward is None else collective_sequence(backward),
-        local_sequence=None if local is None else collective_sequence(local),
-        label=label,
-        num_outputs=captured.num_outputs,
-        tangents={
-            o.index: meta.tensor(n).stride() for n in captured.graph.inputs if isinstance(o := meta.origin(n), Tangent)
-        },
-        detached={i: captured.output_names[i] for i in captured.detached},
-        trainable=()
-        if backward is None
-        else tuple(role.name for _, role in backward.outputs if isinstance(role, Grad)),
-    )
+def _tangents(joint: Graph) -> dict[int, tuple[int, ...]]:
+    """The outputs that have a tangent, with its strides."""
+    origins = [(node, meta.origin(node)) for node in joint.inputs]
+    return {origin.index: meta.tensor(node).stride() for node, origin in origins if isinstance(origin, Tangent)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,31 +117,39 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Runnable:
+    """One direction of a step.
+
+    Attributes:
+        program: its instructions.
+        bodies: what its calls run, by name.
+        sequence: digest and lines of its collectives, for the ranks to agree on.
+    """
+
+    program: Program
+    bodies: dict[str, Any]
+    sequence: Any
+
+
+@dataclass(frozen=True)
 class StepProgram:
     """Everything the runtime needs to run one captured step.
 
     Attributes:
         forward: run by a call of the model.
         backward: run by ``backward()``; None when nothing needs a gradient.
-        local_backward: the same without reductions, for ``no_sync``: gradients come in the form that reductions read.
-        bodies: regions by name.
-        forward_sequence: digest and lines of the forward's collectives, to agree on.
-        backward_sequence: the same for the backward's.
-        local_sequence: the same for the backward without reductions.
+        local_backward: gives the same without reductions, for ``no_sync``: gradients come in the form that reductions read. It is
+            built when first asked for.
         label: how the step is called in errors, such as ``train``.
         num_outputs: number of output leaves of the user's forward.
-        tangents: for each output leaf that has a tangent, the strides in which backward reads it.
+        tangents: output leaves that have a tangent, with the strides that backward was traced with.
         detached: output leaves that have none although they depend on parameters, with their names.
         trainable: parameters that get a gradient.
     """
 
-    forward: Program
-    backward: Program | None
-    local_backward: Program | None
-    bodies: dict[str, Any]
-    forward_sequence: Any
-    backward_sequence: Any
-    local_sequence: Any
+    forward: Runnable
+    backward: Runnable | None
+    local_backward: Callable[[], Runnable]
     label: str
     num_outputs: int
     tangents: dict[int, tuple[int, ...]]
