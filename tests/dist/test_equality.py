@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 
 STAGES = (0, 1, 2, 3)
 MODELS = [name for name in CASES if name != "deep"]
-#: combinations that run by default: every model and stage on two ranks, two models at every world size
+#: models that run by default at every stage on two and (uneven rows) three ranks; all others at stage 3 on two ranks
 ALWAYS = ("llama", "mlp")
 
 
@@ -41,7 +41,8 @@ def combinations() -> list[Any]:
     for world in (1, 2, 3, 4):
         for name in MODELS:
             for stage in STAGES:
-                marks = () if world == 2 or name in ALWAYS else (pytest.mark.wide,)
+                default = (name in ALWAYS and world in (2, 3)) or (stage == 3 and (world == 2 or name in ALWAYS))
+                marks = () if default else (pytest.mark.wide,)
                 found.append(pytest.param(name, stage, world, marks=marks, id=f"{name}-stage{stage}-{world}ranks"))
     return found
 
