@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -243,3 +244,11 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
     expected = {name.replace(".", "/") + ".py" for name, _ in MODULES}
     assert expected | {"zcompile/py.typed"} <= packed
     assert not any(entry.startswith(("passes/", "runtime/", "tests/")) for entry in packed)
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+    """pytest's default skips folders called ``dist``."""
+    skipped = pytestconfig.getini("norecursedirs")
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for folder in file.relative_to(ROOT).parts[:-1]:
+            assert not any(fnmatch(folder, pattern) for pattern in skipped), f"{file} is never collected"
