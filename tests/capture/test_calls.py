@@ -485,7 +485,7 @@ def test_exception_of_the_user(grad: bool) -> None:
 
     plain, model = build(net(rule)), compiled(net(rule))
     assert_same(model(X), plain(X))
-    with torch.set_grad_enabled(grad), pytest.raises(Mine, match="^not like this$") as caught:
+    with torch.set_grad_enabled(grad), pytest.raises(Mine, match=r"^not like this$") as caught:
         model(X, bad=True)
     assert caught.value.code == 7
     assert any(frame.name == "rule" for frame in traceback.extract_tb(caught.value.__traceback__))

@@ -233,7 +233,7 @@ def test_packed_sequences_are_refused_or_right() -> None:
 
 def test_nested_tensors_are_refused() -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)], layout=torch.jagged)
-    with pytest.raises(CaptureError, match="NestedTensor|jagged|subclass"):
+    with pytest.raises(CaptureError, match=r"NestedTensor|jagged|subclass"):
         compiled(lambda: nn.Linear(4, 3))(nested)
 
 
@@ -271,7 +271,7 @@ def test_model_compiled_by_torch_is_refused_or_right() -> None:
 def test_scripted_module_is_refused() -> None:
     with pytest.warns(DeprecationWarning):
         made = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 3))
-    with pytest.raises(ShardingError, match="'0' is a torch.jit.ScriptModule"):
+    with pytest.raises(ShardingError, match=r"'0' is a torch.jit.ScriptModule"):
         zcompile.compile(made, backend="eager")
 
 

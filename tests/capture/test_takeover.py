@@ -104,7 +104,7 @@ def test_state_dict_that_does_not_fit() -> None:
     assert result.missing_keys == ["layers.0.weight"] and result.unexpected_keys == ["wrong"]
     state = dict(model.state_dict())
     state["layers.0.weight"] = torch.zeros(2, 2)
-    with pytest.raises((StateError, RuntimeError), match="layers.0.weight"):
+    with pytest.raises((StateError, RuntimeError), match=r"layers.0.weight"):
         model.load_state_dict(state)
     state = dict(model.state_dict())
     del state["more.norm.running_mean"]
@@ -141,7 +141,7 @@ def test_moves_and_copies_are_refused() -> None:
         lambda: model.to(torch.bfloat16),
         lambda: model.to_empty(device="cpu"),
     ):
-        with pytest.raises(ShardingError, match="before zcompile.compile"):
+        with pytest.raises(ShardingError, match=r"before zcompile.compile"):
             move()
     with pytest.raises(ShardingError, match="cannot be copied"):
         copy.deepcopy(model)

@@ -286,7 +286,8 @@ def _dynamo(wrapper: _Wrapper, leaves: list[torch.Tensor], mode: Any) -> fx.Grap
     changed = still_changed(changed, lambda: wrapper(*leaves), mode)
     if changed:
         raise CaptureError(
-            f"forward changes Python objects, which a captured graph would not do again: {', '.join(map(compat.dynamo_name, changed[:5]))}; "
+            "forward changes Python objects, which a captured graph would not do again: "
+            f"{', '.join(map(compat.dynamo_name, changed[:5]))}; "
             "return the value as an output, or keep it in a registered buffer that is written in place"
         )
     return traced
