@@ -69,7 +69,8 @@ class CompiledModule(nn.Module):
             for n in ("__len__", "__iter__", "__getitem__", "__contains__")
             if hasattr(type(original), n)
         }
-        return super().__new__(type(cls.__name__, (cls,), kept) if kept else cls)
+        kind: Any = type(cls.__name__, (cls,), kept) if kept else cls
+        return super().__new__(kind)
 
     def __getattr__(self, name: str) -> Any:
         try:
