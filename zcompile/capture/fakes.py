@@ -88,8 +88,8 @@ def eager_run(model: nn.Module, mode: Any, args: tuple[Any, ...], kwargs: dict[s
             out = model.forward(*args, **kwargs)
     except compat.data_dependent_errors() as error:
         raise CaptureError(
-            f"control flow depends on tensor values at {user_line(error, model)} ({first_line(error)}); compute it with tensor "
-            "operators such as torch.where, or move the decision out of forward and pass it as a bool, int or float"
+            f"control flow depends on tensor values at {user_line(error, model)}{_hooked(model)} ({first_line(error)}); compute it "
+            "with tensor operators such as torch.where, or move the decision out of forward and pass it as a bool, int or float"
         ) from error
     except RuntimeError as error:
         if "is not supported for tensor subclasses" not in str(error):
@@ -128,6 +128,14 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 _ROOT = Path(__file__).parent.parent
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{_ROOT}/")
 _MODULES = f"{Path(torch.__file__).parent}/nn/"
+
+
+def _hooked(model: nn.Module) -> str:
+    """A hint that names the submodules with forward hooks, which are traced with the forward."""
+    names = [
+        name for name, module in model.named_modules() if module is not model and any(compat.forward_hooks(module))
+    ]
+    return f", where the forward hook of {', '.join(map(repr, names[:3]))} is captured too" if names else ""
 
 
 def user_line(error: BaseException, model: nn.Module) -> str:
