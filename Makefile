@@ -20,14 +20,21 @@ FIND_PYTHON = for python in python3 python3.13 python3.12 python3.11; do \
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test gpu-test lint format install
+.PHONY: demo test test-ranks test-rest gpu-test lint format install
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=2 examples/train_lm.py --check $(ARGS)
 
+# Two halves at once, one a core: tests with ranks wait more than they compute. ARGS are options of pytest, such as --wide.
 test: lint
-	$(PYTHON) -m pytest -m "not gpu" $(ARGS)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-ranks test-rest
+
+test-ranks: $(READY)
+	$(PYTHON) -m pytest -m "not gpu" $(ARGS) tests/dist
+
+test-rest: $(READY)
+	$(PYTHON) -m pytest -m "not gpu" $(ARGS) --ignore tests/dist
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu tests $(ARGS)
