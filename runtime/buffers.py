@@ -29,7 +29,6 @@ class Buffers:
         self.live_bytes = 0
         self.peak_bytes = 0
         self._free: dict[TensorType, list[Tensor]] = {}
-        self._free_bytes = 0
 
     def take(self, types: Sequence[TensorType]) -> list[Tensor]:
         """One buffer for each type, with undefined contents."""
@@ -38,7 +37,6 @@ class Buffers:
             free = self._free.get(kind)
             if free:
                 tensor = free.pop()
-                self._free_bytes -= tensor.nbytes
             else:
                 tensor = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
             self.live_bytes += tensor.nbytes
@@ -66,12 +64,4 @@ class Buffers:
             if self.poison and tensor.is_floating_point():
                 tensor.fill_(float("nan"))
             self.live_bytes -= tensor.nbytes
-            self._free_bytes += tensor.nbytes
             self._free.setdefault(TensorType(tuple(tensor.shape), tensor.dtype), []).append(tensor)
-
-    def trim(self, max_bytes: int) -> None:
-        """Drop free buffers, largest first, until at most ``max_bytes`` of them are held."""
-        for kind in sorted(self._free, key=lambda k: -self._free[k][0].nbytes if self._free[k] else 0):
-            free = self._free[kind]
-            while free and self._free_bytes > max_bytes:
-                self._free_bytes -= free.pop().nbytes
