@@ -7,11 +7,13 @@ Operators take lists of tensors (one bucket), an axis name and the axis size; ne
 ``zc.unshard``      the full parameter of one shard, not yet scheduled: written by ``shard``, turned into gathers by ``unshard``
 ``zc.cast``         shards in the dtype that they are gathered in, as fresh memory; one call for a unit
 ``zc.all_gather``   start: shards ``[s0, ...]`` -> pending ``[size * s0, ...]`` (concatenated along dim 0, one coalesced call)
-``zc.reduce_scatter`` start: ``[size * s0, ...]`` -> pending ``[s0, ...]``, averaged over the axis
-``zc.all_reduce``   start: full tensors -> pending tensors of the same shape, averaged over the axis
+``zc.reduce_scatter`` start: ``[size * s0, ...]`` -> pending ``[s0, ...]``, averaged over the axis in ``dtype``
+``zc.all_reduce``   start: full tensors -> pending tensors of the same shape, averaged over the axis in ``dtype``
 ``zc.wait``         the values of a pending bucket
 ``zc.release``      give gathered buffers back; their values are undefined afterwards
 ==================  ==========================================================================================================
+
+A reduction's ``dtype`` is at least as wide as what it reads, which is widened before it is summed; None: the tensors' own.
 
 ``region_call`` is not a torch operator: it calls one of the graph's regions by name.
 """
@@ -29,8 +31,8 @@ _LIB = torch.library.Library("zc", "DEF")
 _LIB.define("unshard(Tensor shard, str axis, int size, int dim, int[] shape, ScalarType? dtype=None) -> Tensor")
 _LIB.define("cast(Tensor[] shards, ScalarType dtype) -> Tensor[]")
 _LIB.define("all_gather(Tensor[] shards, str axis, int size) -> Tensor[]")
-_LIB.define("reduce_scatter(Tensor[] tensors, str axis, int size) -> Tensor[]")
-_LIB.define("all_reduce(Tensor[] tensors, str axis, int size) -> Tensor[]")
+_LIB.define("reduce_scatter(Tensor[] tensors, str axis, int size, ScalarType? dtype=None) -> Tensor[]")
+_LIB.define("all_reduce(Tensor[] tensors, str axis, int size, ScalarType? dtype=None) -> Tensor[]")
 _LIB.define("wait(Tensor[] pending) -> Tensor[]")
 _LIB.define("release(Tensor[] tensors) -> ()")
 
@@ -49,12 +51,14 @@ def _all_gather_fake(shards: list[Tensor], axis: str, size: int) -> list[Tensor]
     return [s.new_empty((size * s.shape[0], *s.shape[1:])) for s in shards]
 
 
-def _reduce_scatter_fake(tensors: list[Tensor], axis: str, size: int) -> list[Tensor]:
-    return [t.new_empty((t.shape[0] // size, *t.shape[1:])) for t in tensors]
+def _reduce_scatter_fake(
+    tensors: list[Tensor], axis: str, size: int, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    return [t.new_empty((t.shape[0] // size, *t.shape[1:]), dtype=dtype or t.dtype) for t in tensors]
 
 
-def _all_reduce_fake(tensors: list[Tensor], axis: str, size: int) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in tensors]
+def _all_reduce_fake(tensors: list[Tensor], axis: str, size: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [t.new_empty(t.shape, dtype=dtype or t.dtype) for t in tensors]
 
 
 def _wait_fake(pending: list[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -33,6 +33,16 @@ class Reduce(StepPass):
         return grad 'layers.0.w' %g_reduced
 
     Sharded parameters get the mean of their own rows (padded like the shard), replicated ones an all-reduced mean.
+    A gradient that is only the widened form of a narrower one is sent narrow and averaged wide: the widening moves into the
+    reduction, which then has half of the bytes to move::
+
+        %g: bf16[8, 4] = aten.mm(%a, %b) @0
+        %g_f32: f32[8, 4] = prims.convert_element_type(%g, f32) @0
+        return grad 'layers.0.w' %g_f32
+
+        %g: bf16[8, 4] = aten.mm(%a, %b) @0
+        %r: bucket = zc.reduce_scatter([%g], 'dp', 2, f32)
+
     Exact in the gradients' own dtype. Stages 1 to 3 reduce alike; what differs is when: inside ``no_sync`` the runtime keeps full
     gradients and reduces later.
 
@@ -72,6 +82,15 @@ class Reduce(StepPass):
             ).run()
 
 
+class _Group(NamedTuple):
+    """What the gradients of one reduction have in common: its dtype, the dtype that is sent, and how they are placed."""
+
+    unit: str
+    dtype: torch.dtype
+    sent: torch.dtype
+    sharded: bool
+
+
 class _Reducer:
     """Reductions of one backward graph."""
 
@@ -101,20 +120,34 @@ class _Reducer:
     def run(self) -> None:
         """Reduce every gradient output that is not reduced yet."""
         outputs = self.graph.outputs
-        groups: dict[tuple[str, torch.dtype, bool], list[int]] = {}
+        groups: dict[_Group, list[int]] = {}
         for index, (value, role) in enumerate(outputs):
             if isinstance(role, Grad) and not _is_reduced(value):
                 param = self.params[role.name]
-                groups.setdefault((param.unit, meta.tensor(value).dtype, param.placement == "shard"), []).append(index)
+                dtype = self.dtype or meta.tensor(value).dtype
+                source = self._source(value)
+                sent = dtype if source is value else meta.tensor(source).dtype
+                groups.setdefault(_Group(param.unit, dtype, sent, param.placement == "shard"), []).append(index)
         ready = {key: max(self._ready(outputs[i][0]) for i in indices) for key, indices in groups.items()}
         for key in sorted(groups, key=lambda k: ready[k]):
             indices = groups[key]
             reduced = self._reduce_unit(
-                key[0], key[2], [(outputs[i][0], self._param(outputs[i][1])) for i in indices], ready[key]
+                key, [(outputs[i][0], self._param(outputs[i][1])) for i in indices], ready[key]
             )
             for i, value in zip(indices, reduced, strict=True):
                 outputs[i] = (value, outputs[i][1])
+        widened = [value for value, _ in self.graph.outputs if _is_widening(value)]
         self.graph.set_outputs(outputs)
+        for value in dict.fromkeys(widened):
+            if not value.users:
+                self.graph.fx.erase_node(value)
+
+    def _source(self, value: fx.Node) -> fx.Node:
+        """What is sent for a gradient: what it is the widened form of, where the reduction can widen it."""
+        if self.local or not _is_widening(value):
+            return value  # what stays on a rank is added up there, wide
+        source = calls.source(value)
+        return source if self.dtype in (None, meta.tensor(value).dtype, meta.tensor(source).dtype) else value
 
     def _param(self, role: object) -> Param:
         assert isinstance(role, Grad)
@@ -125,14 +158,20 @@ class _Reducer:
         region = meta.region(value)
         return 0 if region is None else region
 
-    def _reduce_unit(self, unit: str, sharded: bool, grads: list[tuple[fx.Node, Param]], region: int) -> list[fx.Node]:
-        sends = [self._prepare(value, param if sharded else None, region) for value, param in grads]
+    def _reduce_unit(self, group: _Group, grads: list[tuple[fx.Node, Param]], region: int) -> list[fx.Node]:
+        sharded = group.sharded
+        sends = [
+            self._prepare(self._source(value), group.sent, param if sharded else None, region) for value, param in grads
+        ]
         if self.local:
             return sends
-        label = unit.replace(".", "_").replace("+", "_")
+        label = group.unit.replace(".", "_").replace("+", "_")
         target = ops.reduce_scatter if sharded else ops.all_reduce
+        arguments: list[Any] = [sends, self.axis, self.size]
+        if group.sent != group.dtype:
+            arguments.append(group.dtype)
         with self.graph.fx.inserting_after(self._end(region)):
-            bucket = edit.call(self.graph.fx, target, (sends, self.axis, self.size), name=f"{label}_reduce")
+            bucket = edit.call(self.graph.fx, target, tuple(arguments), name=f"{label}_reduce")
         with self.graph.fx.inserting_after(bucket):
             wait = edit.call(self.graph.fx, ops.wait, (bucket,), name=f"{label}_wait")
         cursor, results = wait, []
@@ -147,7 +186,7 @@ class _Reducer:
     def _end(self, region: int) -> fx.Node:
         return self.last_node[region] if region in self.last_node else self.graph.inputs[-1]
 
-    def _prepare(self, value: fx.Node, param: Param | None, region: int) -> fx.Node:
+    def _prepare(self, value: fx.Node, dtype: torch.dtype, param: Param | None, region: int) -> fx.Node:
         """The gradient as the collective reads it: padded, sharded dimension first, contiguous."""
         aten = torch.ops.aten
 
@@ -159,8 +198,8 @@ class _Reducer:
             return node
 
         send = value
-        if self.dtype is not None and meta.tensor(send).dtype != self.dtype:
-            send = op(torch.ops.prims.convert_element_type.default, send, self.dtype)
+        if meta.tensor(send).dtype != dtype:
+            send = op(torch.ops.prims.convert_element_type.default, send, dtype)
         if param is not None and tuple(meta.tensor(value).shape) == param.shape:  # else it has that form already
             dim, rows = param.shard_dim, param.shape[param.shard_dim]
             chunk = -(-rows // self.size)
@@ -181,6 +220,14 @@ def _contiguous(node: fx.Node, op: Callable[..., fx.Node]) -> fx.Node:
     if meta.tensor(node).is_contiguous():
         return node
     return op(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+
+
+def _is_widening(value: fx.Node) -> bool:
+    """Whether a value is another one in a wider floating dtype, and nothing else."""
+    if value.target is not torch.ops.prims.convert_element_type.default:
+        return False
+    wide, narrow = meta.tensor(value), meta.tensor(calls.source(value))
+    return narrow.dtype.is_floating_point and wide.dtype.is_floating_point and wide.itemsize > narrow.itemsize
 
 
 def _is_reduced(value: fx.Node) -> bool:

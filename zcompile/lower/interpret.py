@@ -253,6 +253,8 @@ class _Lockstep:
         if node.target is ops.unshard:
             dim, shape, *dtype = args[0][3:]
             return [unshard(sent, dim, shape).to(dtype[0] if dtype else sent[0].dtype) for _ in args]
+        if dtype := args[0][3:]:
+            sent = [[t.to(dtype[0]) for t in tensors] for tensors in sent]
         work = _COLLECTIVES[node.target]
         return [_Pending(lambda: work(sent), rank) for rank in range(self.num_ranks)]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from zcompile import ops
 from zcompile.ir import edit, meta
 from zcompile.ir.operators import operator_name
-from zcompile.ir.types import literal
+from zcompile.ir.types import dtype_name, literal
 from zcompile.verify.subject import Subject
 
 
@@ -36,12 +37,22 @@ def _check_start(subject: Subject, node: fx.Node) -> None:
     dtypes = {meta.tensor(t).dtype for t in tensors}
     if len(dtypes) > 1:
         subject.refuse(node, f"sends tensors of {len(dtypes)} dtypes in one call; one call has one dtype")
+    _check_reduce_dtype(subject, node, meta.tensor(tensors[0]).dtype)
     for tensor in tensors:
         shape = meta.tensor(tensor).shape
         if node.target is not ops.all_reduce and len(shape) == 0:
             subject.refuse(node, f"sends %{tensor.name}, which has no dimension to divide or join")
         if node.target is ops.reduce_scatter and shape[0] % size != 0:
             subject.refuse(node, f"scatters %{tensor.name} with {shape[0]} rows over {size} ranks; pad it first")
+
+
+def _check_reduce_dtype(subject: Subject, node: fx.Node, sent: torch.dtype) -> None:
+    """A reduction may widen what it reads, never round it."""
+    dtype: Any = node.args[3] if len(node.args) > 3 else None
+    if dtype in (None, sent):
+        return
+    if not (sent.is_floating_point and dtype.is_floating_point and torch.promote_types(sent, dtype) == dtype):
+        subject.refuse(node, f"reduces {dtype_name(sent)} in {dtype_name(dtype)}; cast before it, not in it")
 
 
 def _check_axis(subject: Subject, node: fx.Node) -> None:

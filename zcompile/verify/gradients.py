@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from zcompile import ops
@@ -115,7 +116,7 @@ def _check_local(subject: Subject, options: Mapping[str, Any]) -> None:
         subject.refuse(reduction.start, "reduces a gradient; this step accumulates locally")
     for node, role in subject.graph.outputs:
         if isinstance(role, Grad):
-            _check_sent(subject, node, node, subject.params[role.name][0], options)
+            _check_sent(subject, node, node, meta.tensor(node).dtype, subject.params[role.name][0], options)
 
 
 def _check_reduced_once(subject: Subject, results: Mapping[Result, Collective]) -> None:
@@ -156,14 +157,16 @@ def _check_reduction(
             start,
             f"returns grad '{param.name}' as {list(got.shape)}; the padded shape is {list(spec.padded_local_shape)}",
         )
-    _check_sent(subject, start, collective.tensors[index], param, options)
+    _check_sent(subject, start, collective.tensors[index], got.dtype, param, options)
 
 
-def _check_sent(subject: Subject, at: fx.Node, sent: fx.Node, param: Param, options: Mapping[str, Any]) -> None:
-    """A gradient as a reduction reads it: padded, in the reduce dtype."""
+def _check_sent(
+    subject: Subject, at: fx.Node, sent: fx.Node, dtype: torch.dtype, param: Param, options: Mapping[str, Any]
+) -> None:
+    """A gradient as a reduction reads it: padded; and what it is reduced in: the reduce dtype."""
     value, want = meta.tensor(sent), subject.spec(param).padded_full_shape
     if tuple(value.shape) != want:
         subject.refuse(at, f"sends grad '{param.name}' as {list(value.shape)}; the padded shape is {list(want)}")
-    wire = options.get("dtype")
-    if wire and dtype_name(value.dtype) != wire:
-        subject.refuse(at, f"reduces grad '{param.name}' in {dtype_name(value.dtype)}; the reduce dtype is {wire}")
+    wanted = options.get("dtype")
+    if wanted and dtype_name(dtype) != wanted:
+        subject.refuse(at, f"reduces grad '{param.name}' in {dtype_name(dtype)}; the reduce dtype is {wanted}")

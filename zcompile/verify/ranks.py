@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from zcompile.ir import meta
 from zcompile.ir.graph import Graph, Step
@@ -53,4 +54,7 @@ def _line(subject: Subject, collective: Collective) -> str:
         sends.append(f"'{name}' {dtype_name(value.dtype)}{list(value.shape)}")
     axis, size = collective.axis, subject.graph.axes[collective.axis]
     call = f"{subject.graph.direction.value} {operator_name(collective.start.target)} {axis}={size}"
+    arguments: Any = collective.start.args
+    for dtype in arguments[3:]:
+        call += f" in {dtype_name(dtype)}"
     return f"{call} {num_bytes} bytes: {', '.join(sends)}"
