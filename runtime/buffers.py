@@ -49,15 +49,6 @@ class Buffers:
         (copy,) = self.take([TensorType(tuple(tensor.shape), tensor.dtype)])
         return copy.copy_(tensor)
 
-    def part(self, buffer: Tensor, shape: torch.Size, index: int) -> Tensor:
-        """Part ``index`` of a buffer along its flat memory, as ``shape``; made once a buffer."""
-        attributes: Any = buffer.__dict__
-        part = attributes.get("part")
-        if part is None:
-            numel = shape.numel()
-            part = attributes["part"] = buffer.view(-1)[index * numel : (index + 1) * numel].view(shape)
-        return part
-
     def give(self, tensors: Sequence[Tensor]) -> None:
         """Take buffers back."""
         for tensor in tensors:
@@ -65,3 +56,12 @@ class Buffers:
                 tensor.fill_(float("nan"))
             self.live_bytes -= tensor.nbytes
             self._free.setdefault(TensorType(tuple(tensor.shape), tensor.dtype), []).append(tensor)
+
+
+def parts(buffer: Tensor, size: int) -> tuple[Tensor, ...]:
+    """The flat memory of a buffer in ``size`` equal parts; made once a buffer."""
+    attributes: Any = buffer.__dict__
+    found = attributes.get("parts")
+    if found is None or len(found) != size:
+        found = attributes["parts"] = buffer.view(size, -1).unbind()
+    return found

@@ -14,9 +14,13 @@ from torch.distributed import ReduceOp
 
 from zcompile import compat
 from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.buffers import parts
 from zcompile.runtime.judge import Wait
+from zcompile.runtime.peers import MIN_BYTES, PeerCopies
 
 BACKEND_GRACE = 120.0  # seconds by which the backend's own timeout comes after ours, which says more
+
+UNBLOCK_SECONDS = 60.0  # how long barriers are let go after the end of an agreement
 
 OPS = {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
@@ -75,9 +79,10 @@ DONE = Pending(None)
 class Collectives:
     """Starts collectives on the model's own process group.
 
-    Each call takes the tensors of one bucket and is one coalesced collective on NCCL. On gloo each tensor is reduced by
-    itself, so that a bucket's results do not depend on what else is in it. Tensors are contiguous and their list has the
-    same shapes and dtypes on every rank. Results have the same bits in repeated runs.
+    Each call takes the tensors of one bucket and is one coalesced collective on NCCL, or copies of the copy engines where the
+    ranks' GPUs reach each other and the bucket is large. On gloo each tensor is reduced by itself, so that a bucket's results
+    do not depend on what else is in it. Tensors are contiguous and their list has the same shapes and dtypes on every rank.
+    Results have the same bits in repeated runs.
 
     Every group of collectives must be announced with ``agreement.event`` first: that is what keeps different collectives
     of two ranks from meeting.
@@ -85,9 +90,10 @@ class Collectives:
     Args:
         mesh: size, rank, device and process group; with one rank nothing is communicated.
         agreement: watches the waits.
+        peers: moves large buckets, where there is such a way.
     """
 
-    def __init__(self, mesh: Ranks, agreement: Agreement) -> None:
+    def __init__(self, mesh: Ranks, agreement: Agreement, peers: PeerCopies | None = None) -> None:
         self._group = mesh.group
         self._size = mesh.size
         self._rank = mesh.rank
@@ -95,18 +101,33 @@ class Collectives:
         self._on_host = mesh.device.type == "cpu"
         self._unfinished = 0
         self._closed = False
-        self._watch = _DeviceWatch(agreement)
+        self._device = mesh.device
+        self._peers = peers
+        self._watches: dict[str, _DeviceWatch] = {}
         if self._size > 1:
             compat.set_group_timeout(self._group, agreement.timeout + BACKEND_GRACE)
-            agreement.watch_device(self._watch.oldest, self._abort)
+            agreement.watch_device(self._oldest, self._abort)
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes on this rank that the copy engines write to and read from, outside of torch's allocator."""
+        return 0 if self._peers is None else self._peers.num_bytes
 
     def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], description: str = "all_gather") -> Pending:
-        """Gather along dim 0: ``outputs[i]`` holds ``size`` times the elements of ``inputs[i]``, rank by rank."""
+        """Gather along dim 0: ``outputs[i]`` holds ``size`` times the elements of ``inputs[i]``, rank by rank. Inputs of another
+        dtype are cast to the output's first."""
         _check_sizes("all_gather", outputs, inputs, self._size)
         if self._size == 1:
             for out, part in zip(outputs, inputs, strict=True):
                 out.copy_(part.view(out.shape))
             return DONE
+        peers = self._large(outputs)
+        if peers is not None:
+            return self._start(
+                lambda: [peers.all_gather(outputs, inputs)], description, kept=(outputs, inputs), lane="all_gather"
+            )
+        if outputs[0].dtype != inputs[0].dtype:
+            inputs = self._cast(inputs, outputs)
         # gloo joins a bucket's tensors into one of the first one's dtype, NCCL does not
         wire_out, wire_in = ([_bytes(t) if self._on_host else _real(t) for t in ts] for ts in (outputs, inputs))
         return self._start(
@@ -116,20 +137,33 @@ class Collectives:
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[Tensor], op: str = "avg", description: str = "reduce_scatter"
     ) -> Pending:
-        """Reduce ``inputs[i]`` over ranks; ``outputs[i]`` is this rank's part of it along dim 0. Inputs are left as they are
-        on gloo; on NCCL they are read until the wait."""
+        """Reduce ``inputs[i]`` over ranks in the dtype of ``outputs[i]``, which is this rank's part of it along dim 0. Inputs may
+        be narrower; they are left as they are on gloo, and on a device they are read until the wait."""
         _check_sizes("reduce_scatter", inputs, outputs, self._size)
         _check_op(op, inputs)
         if self._size == 1:
             for out, full in zip(outputs, inputs, strict=True):
                 out.copy_(full.view(out.shape))
             return DONE
+        peers = self._large(inputs) if op == "avg" else None
+        if peers is not None:
+            return self._start(
+                lambda: [peers.reduce_scatter(outputs, inputs)],
+                description,
+                kept=(outputs, inputs),
+                lane="reduce_scatter",
+            )
+        dtype = outputs[0].dtype
         if not self._on_host:
+            if inputs[0].dtype != dtype:
+                wide = [torch.empty_like(t, dtype=dtype) for t in inputs]
+                compat.foreach_copy(wide, inputs)
+                inputs = wide
             outs, ins = [_real(t) for t in outputs], [_real(t) for t in inputs]
             return self._start(
                 lambda: [compat.start_reduce_scatter(self._group, outs, ins, OPS[op])], description, kept=(outs, ins)
             )
-        buffers = [t.reshape(-1).clone() for t in inputs]  # what gloo does itself, but with waits that can end early
+        buffers = [t.reshape(-1).to(dtype, copy=True) for t in inputs]  # as gloo does, but waits can end early
 
         def finish() -> None:
             for out, buffer in zip(outputs, buffers, strict=True):
@@ -158,12 +192,33 @@ class Collectives:
         """Forget the process group. It belongs to the mesh; one with unfinished work is never destroyed, as that would block."""
         if self._unfinished and self._group is not None and self._on_host:
             compat.keep_forever(self._group)
-        self._closed, self._group = True, None
+        if self._peers is not None and not self._closed and not self._unfinished:
+            torch.cuda.synchronize(self._device)  # the others may still read what lies in this rank's memory
+        self._closed, self._group, self._peers = True, None, None
 
     # Inside. ----------------------------------------------------------------------------------------------------------
 
     def _reduce_each(self, tensors: list[Tensor], op: str) -> list[Any]:
         return [compat.start_one_all_reduce(self._group, t, OPS[op]) for t in tensors if t.numel()]
+
+    def _large(self, whole: list[Tensor]) -> PeerCopies | None:
+        """The way of the copy engines, where there is one and the bucket is worth it."""
+        if self._peers is None or not whole[0].dtype.is_floating_point:
+            return None
+        return self._peers if sum(t.nbytes for t in whole) >= MIN_BYTES else None
+
+    def _cast(self, shards: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        """Shards in the dtype of a gather: on a device right in their place of its output (NCCL gathers in place)."""
+        if self._on_host:
+            return [s.to(out.dtype) for s, out in zip(shards, outputs, strict=True)]
+        casts = [parts(out, self._size)[self._rank].view(s.shape) for s, out in zip(shards, outputs, strict=True)]
+        compat.foreach_copy(casts, shards)
+        return casts
+
+    def _oldest(self) -> Wait | None:
+        """What the device has waited for longest. Called from the board's thread."""
+        waits = [wait for watch in list(self._watches.values()) if (wait := watch.oldest()) is not None]
+        return min(waits, key=lambda wait: wait.needs, default=None)
 
     def _start(
         self,
@@ -171,6 +226,7 @@ class Collectives:
         description: str,
         finish: Callable[[], None] | None = None,
         kept: Any = None,
+        lane: str = "group",
     ) -> Pending:
         number = self._agreement.started()
         try:
@@ -179,7 +235,10 @@ class Collectives:
             raise self._agreement.explain(error, description) from error
         self._unfinished += 1
         if not self._on_host and works:
-            self._watch.newest = (number, works[-1], description)
+            watch = self._watches.get(lane)
+            if watch is None:
+                watch = self._watches[lane] = _DeviceWatch(self._agreement)
+            watch.newest = (number, works[-1], description)
         return Pending(self, works, finish, kept, description, number)
 
     def _finish(self, pending: Pending, works: Sequence[Any], description: str) -> None:
@@ -208,6 +267,8 @@ class Collectives:
             return
         if not self._on_host:
             compat.abort_group(group)
+            if self._peers is not None:
+                threading.Thread(target=_unblock, args=(self._peers,), daemon=True).start()
         elif self._unfinished:
             compat.keep_forever(group)
 
@@ -220,10 +281,17 @@ class _ConnectionBroke(Exception):
         self.error = error
 
 
+def _unblock(peers: PeerCopies) -> None:
+    """Keep letting barriers go on until the streams have run out: many may have been issued."""
+    end = time.monotonic() + UNBLOCK_SECONDS
+    while peers.unblock() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
 class _DeviceWatch:
     """Finds a collective on the device that does not end. The hot path only overwrites ``newest``.
 
-    Collectives of one group end in the order of their start, so it is enough to look at the newest now and then: when it
+    Collectives of one lane end in the order of their start, so it is enough to look at the newest now and then: when it
     ends, all before it have ended too. At most two works, and the buffers that they hold on to, are kept.
     """
 
@@ -278,7 +346,8 @@ def _check_sizes(name: str, large: list[Tensor], small: list[Tensor], size: int)
     assert len(large) == len(small), f"{name}: {len(large)} and {len(small)} tensors"
     for one, part in zip(large, small, strict=True):
         assert one.numel() == part.numel() * size, f"{name}: {tuple(one.shape)} is not {size} times {tuple(part.shape)}"
-        assert one.dtype == part.dtype, f"{name}: {one.dtype} and {part.dtype}"
+        kinds = {one.dtype.is_floating_point, part.dtype.is_floating_point}
+        assert one.dtype == part.dtype or kinds == {True}, f"{name}: {one.dtype} and {part.dtype}"
 
 
 def _check_op(op: str, tensors: list[Tensor]) -> None:

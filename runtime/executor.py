@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile import compat
 from zcompile.errors import RegionError
 from zcompile.program import Call, Program, Release, Start, TensorType, Wait
 from zcompile.runtime.buffers import Buffers
@@ -96,8 +95,6 @@ class Executor:
         sends: list[Tensor] = [slots[i] for i in ins.inputs]
         if ins.op == "all_gather":
             outputs = self.buffers.take(ins.types)
-            if ins.cast is not None:
-                sends = self._cast(sends, outputs, ins.cast)
             started = self.collectives.all_gather(outputs, sends, ins.label)
         else:
             if self.local_gradients.pending:
@@ -114,15 +111,6 @@ class Executor:
         for i, out in zip(ins.outputs, outputs, strict=True):
             slots[i] = out
         return started
-
-    def _cast(self, shards: list[Tensor], outputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Shards in the dtype of a gather: on a GPU right in their place of its output (NCCL gathers in place)."""
-        if self.buffers.device.type == "cpu":
-            casts = [torch.empty(s.shape, dtype=dtype) for s in shards]
-        else:
-            casts = [self.buffers.part(o, s.shape, self.shards.mesh.rank) for s, o in zip(shards, outputs, strict=True)]
-        compat.foreach_copy(casts, shards)
-        return casts
 
     def _gradient_memory(self, ins: Start) -> list[Tensor]:
         """Where reduced gradients go: right into the gradient arena where nothing is accumulated yet."""

@@ -26,6 +26,7 @@ from zcompile.runtime.collectives import Collectives
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
+from zcompile.runtime.peers import connect
 from zcompile.runtime.shards import ParameterShards
 from zcompile.runtime.step import StepRunner
 from zcompile.session import Session, buffer_reader
@@ -132,7 +133,7 @@ def _take_over(
         "the options",
         "\n".join(f"{f.name} = {getattr(config, f.name)!r}" for f in dataclasses.fields(config) if f.name != "timeout"),
     )
-    collectives = Collectives(mesh, agreement)
+    collectives = Collectives(mesh, agreement, connect(mesh))
     if mesh.is_distributed:
         mesh.starter = collectives  # what the shards gather and broadcast is watched, too
     shards = ParameterShards(specs, mesh)

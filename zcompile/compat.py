@@ -463,6 +463,45 @@ def urgent_nccl() -> Any:
     return options
 
 
+class SymmetricMemory:
+    """Memory of the same size on every rank of a NCCL group, which all of them can read and write. Collective to make.
+
+    Attributes:
+        slabs: by rank, flat uint8. This rank's own is memory of its own device.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, group: Any) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        self._handle = _SymmetricMemory.rendezvous(memory, group.group_name)
+        self._rank, self._size = self._handle.rank, self._handle.world_size
+        self.slabs = [
+            memory if rank == self._rank else self._handle.get_buffer(rank, (num_bytes,), torch.uint8)
+            for rank in range(self._size)
+        ]
+        # A barrier sets its rank's flag in every other rank's pad once that is clear, then clears the others' flags in its own.
+        self._pads = [self._handle.get_signal_pad(rank, (self._size,), torch.int32) for rank in range(self._size)]
+        self._flags = (
+            torch.ones(self._size, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+        self._side = torch.cuda.Stream(device)
+
+    def barrier(self) -> None:
+        """Let the current stream go on when the current streams of all ranks are here. Nothing waits on the host."""
+        self._handle.barrier(0)
+
+    def unblock(self) -> None:
+        """Let a barrier go on whatever the other ranks do. Only copies: loading a kernel may wait for those that run."""
+        ones, zero = self._flags
+        with torch.cuda.stream(self._side):
+            self._pads[self._rank].copy_(ones, non_blocking=True)
+            for rank in range(self._size):
+                if rank != self._rank:
+                    self._pads[rank][self._rank : self._rank + 1].copy_(zero, non_blocking=True)
+
+
 def start_all_gather(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
     """One coalesced all-gather along dim 0: ``outputs[i]`` is all ranks' ``inputs[i]``."""
     return group.allgather_into_tensor_coalesced(outputs, inputs)

@@ -14,6 +14,7 @@ from torch import Tensor
 from zcompile.runtime import adamw_update
 from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_
 from zcompile.runtime.kernels.adamw import Launch
+from zcompile.runtime.kernels.average import average_, average_reference
 from zcompile.runtime.kernels.sumsq import BLOCK_ELEMENTS, sum_of_squares, sum_of_squares_reference
 
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3.0, maximize=False)
@@ -217,3 +218,19 @@ def test_few_programs_for_many_blocks(device: torch.device, max_programs: int, m
     x = torch.randn(BLOCK_ELEMENTS * 5 + 11, device=device)
     x[-1] = 100.0
     torch.testing.assert_close(sum_of_squares([x]).total, sum_of_squares_reference([x]).total, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("numel", [1, 4096, 4097, 10_000])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("sent", "dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
+def test_average_of_what_ranks_sent(
+    device: torch.device, numel: int, size: int, sent: torch.dtype, dtype: torch.dtype
+) -> None:
+    distance = numel + 128
+    memory = torch.randn(size * distance + 8, generator=torch.Generator().manual_seed(numel)).to(sent).to(device)
+    received = [memory[8 + r * distance : 8 + r * distance + 4] for r in range(size)]  # read beyond their own end
+    out, want = (torch.full((numel + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
+    average_(out[:4], received, numel)
+    average_reference(want[:4], received, numel)
+    assert torch.equal(out[:numel], want[:numel])
+    assert bool((out[numel:] == 7).all()), "what lies behind is left alone"
