@@ -56,12 +56,10 @@ class Copied:
     """What was started: ready when its last copy is."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
-        self.waited = False
         self._event = event
 
     def wait(self) -> None:
         """Let the current stream wait."""
-        self.waited = True
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -108,13 +106,17 @@ class _Lane:
 
     def mark(self) -> torch.cuda.Event | None:
         """A point in the lane's stream."""
-        return None if self.stream is None else self.stream.record_event()
+        if self.stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
 
 
 class PeerCopies:
     """All-gathers and reduce-scatters that are copies between the ranks' memories.
 
-    All-gather: every rank stages its shards (cast on the way, if need be) in shared memory, and each fetches the others'.
+    All-gather: every rank stages its shards (cast on the way, if need be) in shared memory, and each fetches everybody's.
     Reduce-scatter: every rank puts its parts of the others' gradients into their memory, and each averages what it has got, in
     the order of ranks and in float32 or wider: what travels may be narrower than the result. Every rank issues the same
     collectives of the same sizes in the same order. Results have the same bits in repeated runs.
@@ -129,8 +131,6 @@ class PeerCopies:
         self._rank, self._size = rank, size
         self._gathers = _Lane(device, share)
         self._reductions = _Lane(device, share)
-        self._next = 0  # where the next bucket is staged
-        self._staged: list[tuple[int, int, Copied]] = []  # what is there: from, to, until when
 
     @property
     def num_bytes(self) -> int:
@@ -141,22 +141,19 @@ class PeerCopies:
         """Gather along dim 0: ``outputs[i]`` is all ranks' ``shards[i]`` in the dtype of the output."""
         lane = self._gathers
         types = tuple((shard.shape, out.dtype) for out, shard in zip(outputs, shards, strict=True))
-        start = self._place(sum(_extent(*kind) for kind in types))
-        memory = lane.reserve(0)
-        if (start, types) not in lane.views:
-            lane.views[start, types] = (_views(memory.slabs, start, types), [])
-        staged, _ = lane.views[start, types]
-        compat.foreach_copy(staged[self._rank], list(shards))
+        memory = lane.reserve(sum(_extent(*kind) for kind in types))
+        if types not in lane.views:
+            lane.views[types] = (_views(memory.slabs, 0, types), [])
+        staged, _ = lane.views[types]
         with lane.fork():
+            compat.foreach_copy(staged[self._rank], list(shards))  # everybody has fetched what was staged before
             memory.barrier()
             into = [parts(out, self._size) for out in outputs]
             for rank in self._others_first():
                 for target, source in zip(into, staged[rank], strict=True):
                     target[rank].copy_(source.view(-1), non_blocking=True)
             memory.barrier()
-            copied = Copied(lane.mark())
-        self._staged.append((start, self._next, copied))
-        return copied
+            return Copied(lane.mark())
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Copied:
         """Average ``inputs[i]`` over ranks: ``outputs[i]`` is this rank's part of it along dim 0, in its own dtype."""
@@ -189,21 +186,6 @@ class PeerCopies:
     def _others_first(self) -> list[int]:
         """Ranks in the order in which they are served: not all at the same one at the same time."""
         return [(self._rank + 1 + i) % self._size for i in range(self._size)]
-
-    def _place(self, num_bytes: int) -> int:
-        """Where to stage a bucket: behind the last one or at the front, where nobody reads any more.
-
-        What was waited for is free in the order of the stream. The memory grows to hold all that a schedule has in flight.
-        """
-        capacity = self._gathers.capacity
-        start = self._next if self._next + num_bytes <= capacity else 0
-        over = [item for item in self._staged if item[0] < start + num_bytes and start < item[1]]
-        if num_bytes > capacity or not all(copied.waited for _, _, copied in over):
-            self._gathers.reserve(capacity + num_bytes if over else num_bytes)
-            start, over = 0, self._staged
-        self._staged = [item for item in self._staged if item not in over]
-        self._next = start + num_bytes
-        return start
 
 
 def connect(mesh: Mesh) -> PeerCopies | None:

@@ -1,6 +1,7 @@
 """What the ranks of the GPU tests run: ``rank_program.py DEVICE BACKEND JOB...``. Rank 0 prints a line of JSON for each job.
 
-Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``memory:STAGE``; ``raises``; ``killed``.
+Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``, with ``:peers`` for buckets of every size by the copy engines;
+``memory:STAGE``; ``raises``; ``killed``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import zcompile
 from examples.llama import Llama, LlamaConfig
+from zcompile.runtime import collectives
 
 #: odd sizes, so that rows are padded at two ranks
 SMALL = LlamaConfig(vocab_size=509, hidden=256, layers=4, heads=4, kv_heads=2, ffn=515, max_seq=64)
@@ -110,18 +112,25 @@ def compiled(
     return model, zcompile.optim.AdamW(model.parameters(), lr=LR)
 
 
-def stage(device: torch.device, backend: str, number: str, precision: str) -> dict[str, Any]:
+def stage(device: torch.device, backend: str, number: str, precision: str, way: str = "") -> dict[str, Any]:
     """This project; the flat kernels clip and update."""
+    limit = collectives.MIN_BYTES
+    collectives.MIN_BYTES = 0 if way == "peers" else limit
     model, optimizer = compiled(SMALL, device, backend, int(number), None if precision == "fp32" else precision)
     losses = train(model, optimizer, model.clip_grad_norm_, SMALL, range(RANK, RANK + 1), device)
-    live = model.report().gathered_live_bytes
+    report = model.report()
     zcompile.unwrap(model)
-    return {"losses": mean(losses, device), "gathered_live_bytes": live}
+    collectives.MIN_BYTES = limit
+    return {
+        "losses": mean(losses, device),
+        "gathered_live_bytes": report.gathered_live_bytes,
+        "peer_bytes": report.peer_bytes,
+    }
 
 
 def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
-    """What a larger model holds and takes at most, after two steps."""
-    model, optimizer = compiled(LARGE, device, backend, int(number), None)
+    """What a larger model holds and takes at most, after two steps; interpreted, to be quick."""
+    model, optimizer = compiled(LARGE, device, "eager", int(number), None)
     train(model, optimizer, model.clip_grad_norm_, LARGE, range(RANK, RANK + 1), device, steps=2)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -141,8 +150,9 @@ def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
     return result
 
 
-def fails(device: torch.device, backend: str, how: str) -> dict[str, Any]:
+def fails(device: torch.device, backend: str, how: str, way: str = "") -> dict[str, Any]:
     """The last rank raises or dies in the middle of training."""
+    collectives.MIN_BYTES = 0 if way == "peers" else collectives.MIN_BYTES
     model, optimizer = compiled(SMALL, device, backend, 3, None)
     for step in range(1000):
         if step == 4 and RANK == WORLD_SIZE - 1:
@@ -158,7 +168,7 @@ def run_job(job: str, device: torch.device, backend: str) -> dict[str, Any]:
     name, *options = job.split(":")
     jobs: dict[str, Any] = {"plain": plain, "fsdp2": fsdp2, "stage": stage, "memory": memory}
     if name in ("raises", "killed"):
-        return fails(device, backend, name)
+        return fails(device, backend, name, *options)
     return jobs[name](device, backend, *options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,37 @@ pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "inductor"
 NUM_DEVICES = torch.cuda.device_count()
 
-STAGES = [f"stage:{stage}:{precision}" for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
-MEMORY = [f"memory:{stage}" for stage in (0, 1, 2, 3)]
-JOBS = ["plain", "fsdp2:bf16", *STAGES, *MEMORY]
+#: with one rank all stages are the same program
+STAGES = {1: (0, 3), 2: (0, 1, 2, 3)}
+PEERS = ["stage:3:fp32:peers", "stage:3:bf16:peers", "stage:1:bf16:peers"]
+
+
+def training_jobs(world_size: int) -> list[str]:
+    """What trains on so many ranks."""
+    stages = [f"stage:{stage}:{precision}" for precision in ("fp32", "bf16") for stage in STAGES[world_size]]
+    return stages + PEERS * (world_size > 1)
+
+
+def jobs(world_size: int) -> list[str]:
+    """Everything that runs on so many ranks, whatever fails in between."""
+    memory = [f"memory:{stage}" for stage in STAGES[world_size]]
+    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *memory]
+
+
 JOB_LIMIT = 60.0  # seconds for each job, compilation included, and the same again to start
 
-worlds = pytest.mark.parametrize(
-    "world_size",
-    [
-        pytest.param(1, marks=pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device")),
-        pytest.param(2, marks=[pytest.mark.dist, pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")]),
-    ],
-)
+NEEDS = {
+    1: [pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device")],
+    2: [pytest.mark.dist, pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")],
+}
+
+
+def worlds(names: str, cases: Callable[[int], Iterable[Any]]) -> pytest.MarkDecorator:
+    """Parametrize over world sizes and what ``cases`` gives for each."""
+    values = [pytest.param(w, case, marks=NEEDS[w]) for w in STAGES for case in cases(w)]
+    return pytest.mark.parametrize(("world_size", names), values)
+
+
 two_devices = pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")
 
 
@@ -49,7 +69,7 @@ class Results:
 
     def _run(self, world_size: int) -> dict[str, Any]:
         results: dict[str, Any] = {}
-        waiting, number = list(JOBS), 0
+        waiting, number = jobs(world_size), 0
         while waiting:
             number += 1
             ends = run(
@@ -86,33 +106,41 @@ def distance(losses: list[float], reference: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(losses, reference, strict=True)) / len(reference)
 
 
-@worlds
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fp32_losses_equal_plain_pytorch(results: Results, world_size: int, stage: int) -> None:
+@worlds("job", lambda w: [job for job in training_jobs(w) if "fp32" in job])
+def test_fp32_losses_equal_plain_pytorch(results: Results, world_size: int, job: str) -> None:
     reference = results.of(world_size, "plain")["losses"]
-    losses = results.of(world_size, f"stage:{stage}:fp32")["losses"]
+    losses = results.of(world_size, job)["losses"]
     assert losses == pytest.approx(reference, rel=5e-5)
     assert reference[-1] < reference[0], "the reference learns"
 
 
-@worlds
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_losses_are_as_near_as_fsdp2(results: Results, world_size: int, stage: int) -> None:
+@worlds("job", lambda w: [job for job in training_jobs(w) if "bf16" in job])
+def test_bf16_losses_are_as_near_as_fsdp2(results: Results, world_size: int, job: str) -> None:
     """Near to fp32 training, up to half as far again as FSDP2 in bf16 is on the same run."""
     reference = results.of(world_size, "plain")["losses"]
     theirs = distance(results.of(world_size, "fsdp2:bf16")["losses"], reference)
-    mine = distance(results.of(world_size, f"stage:{stage}:bf16")["losses"], reference)
+    mine = distance(results.of(world_size, job)["losses"], reference)
     assert 0 < mine <= 1.5 * theirs + 1e-4, f"mean distance from fp32: {mine:.2e}, FSDP2 {theirs:.2e}"
 
 
-@worlds
-@pytest.mark.parametrize("job", [*STAGES, *MEMORY])
+@worlds("job", lambda w: jobs(w)[2:])
 def test_nothing_stays_gathered_after_a_step(results: Results, world_size: int, job: str) -> None:
     assert results.of(world_size, job)["gathered_live_bytes"] == 0
 
 
-@worlds
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@two_devices
+@pytest.mark.dist
+@pytest.mark.parametrize("job", PEERS)
+def test_copy_engines_move_what_they_should(results: Results, job: str) -> None:
+    """The copies are used where they are asked for, and give the bits of NCCL: two numbers have one sum."""
+    copied, through_nccl = results.of(2, job), results.of(2, job.removesuffix(":peers"))
+    if torch.cuda.can_device_access_peer(0, 1):
+        assert copied["peer_bytes"] > 0
+    assert through_nccl["peer_bytes"] == 0, "its buckets are small"
+    assert copied["losses"] == through_nccl["losses"]
+
+
+@worlds("stage", STAGES.__getitem__)
 def test_memory_of_model_states(results: Results, world_size: int, stage: int) -> None:
     """Each rank holds its part, and a step leaves nothing behind."""
     report = results.of(world_size, f"memory:{stage}")
@@ -122,11 +150,11 @@ def test_memory_of_model_states(results: Results, world_size: int, stage: int) -
     assert report["allocated_after"] <= report["allocated_before"] + 2**20
 
 
-@worlds
-def test_peak_memory_falls_with_the_stage(results: Results, world_size: int) -> None:
-    if world_size == 1 or DEVICE != "cuda":
-        pytest.skip("one rank holds everything in every stage")
-    peaks = [results.of(world_size, f"memory:{stage}")["allocated_peak"] for stage in range(4)]
+@two_devices
+@pytest.mark.dist
+def test_peak_memory_falls_with_the_stage(results: Results) -> None:
+    reports = [results.of(2, f"memory:{stage}") for stage in range(4)]
+    peaks = [report["allocated_peak"] + report["peer_bytes"] for report in reports]
     shown = [round(peak / 2**20) for peak in peaks]
     assert peaks[3] < 0.75 * peaks[0], f"MiB: {shown}"
     assert peaks[3] < peaks[2] <= 1.02 * peaks[1] and peaks[1] < peaks[0], f"MiB: {shown}"
@@ -134,12 +162,12 @@ def test_peak_memory_falls_with_the_stage(results: Results, world_size: int) -> 
 
 @two_devices
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("how", ["raises", "killed", "raises:peers", "killed:peers"])
 def test_a_failing_rank_ends_the_other(tmp_path: Path, how: str) -> None:
     ends = run(2, tmp_path, DEVICE, BACKEND, how, limit=150.0)
     assert "failing" in ends[1].output, ends[1].output[-3000:]
     assert ends[0].code not in (0, -9), f"exit code {ends[0].code}\n{ends[0].output[-3000:]}"
     assert ends[0].seconds - ends[1].seconds < 30.0
     assert "RankError" in ends[0].output, ends[0].output[-3000:]
-    if how == "raises":
+    if how.startswith("raises"):
         assert "bad batch" in ends[0].output, ends[0].output[-3000:]
