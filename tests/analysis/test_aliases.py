@@ -1,6 +1,7 @@
 """Shared memory through views, lists, waits and regions; what values were computed from."""
 
 from zcompile.analysis.aliases import Aliases, is_view
+from zcompile.analysis.flow import Result
 from zcompile.analysis.reads import Copies, Reads
 from zcompile.ir.graph import Graph
 from zcompile.ir.text import parse_graph
@@ -87,6 +88,11 @@ def test_reads() -> None:
     assert names(through, "rb") == ["x0"]
     assert names(through, "mean") == ["w0", "v0", "x0"]
     assert names(cut, "mean") == ["x0", "wait0", "wait1"]
+    waits = cut.mask(leaf for leaf in cut.leaves if leaf.node.name == "wait")
+    assert cut.mask([Result(by_name["mean"], 0)]) == 0  # type: ignore[arg-type]
+    both = cut.of(by_name["mean"]) & waits  # type: ignore[arg-type]
+    assert [(leaf.node.name, leaf.slot) for leaf in cut.leaves_in(both)] == [("wait", 0), ("wait", 1)]
+    assert cut.first(both).slot == 0 and cut.first(both & (both - 1)).slot == 1
 
 
 def test_copies() -> None:

@@ -1,6 +1,8 @@
 """What the verifier accepts, how much it remembers, and the interface that it keeps."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -178,3 +180,49 @@ def test_literals_are_told_apart() -> None:
         kinds = [edit.call(graph.fx, torch.ops.aten.full.default, ([2], value)) for value in (1, 1.0, True)]
     assert [inference.infer(n).dtype for n in kinds] == [torch.int64, torch.float32, torch.bool]
     assert meta.tensor(x).dtype == torch.float32
+
+
+def chain(length: int) -> str:
+    """The text of a step of ``length`` layers, each a unit with one weight; the first gradients depend on all of them."""
+
+    def lines(template: str, layers: Iterable[int] = range(length)) -> str:
+        return "".join(template.format(i=i, n=i + 1, r=length - 1 - i) for i in layers)
+
+    gather = "    %s{i}: bucket = zc.all_gather([%w{i}], 'dp', 2)\n    %f{i}: f32[8, 8] = zc.wait(%s{i})\n"
+    forward = "    %h{n}: f32[8, 8] = aten.mm(%h{i}, %f{i}) @{i}\n    zc.release([%f{i}])\n"
+    backward = (
+        "    %p{i}: f32[8, 8] = aten.mm(%h{i}, %g{n}) @{r}\n    %g{i}: f32[8, 8] = aten.mm(%g{n}, %f{i}) @{r}\n"
+        "    %r{i}: bucket = zc.reduce_scatter([%p{i}], 'dp', 2)\n    %d{i}: f32[4, 8] = zc.wait(%r{i})\n    zc.release([%f{i}])\n"
+    )
+    weights = lines("    %w{i}: f32[4, 8] = param '{i}.w' shard(0) of [8, 8] unit '{i}'\n")
+    saved = lines("    %h{i}: f32[8, 8] = saved 'h{i}'\n")
+    saved_outputs, grads = lines(", saved 'h{i}' %h{i}"), lines(", grad '{i}.w' %d{i}")
+    return (
+        f"graph chain.forward  axis dp=2\n  inputs:\n{weights}    %h0: f32[8, 8] = input 0\n"
+        f"  body:\n{lines(gather + forward)}  return output 0 %h{length}{saved_outputs}\n"
+        f"graph chain.backward  axis dp=2\n  inputs:\n{weights}{saved}    %g{length}: f32[8, 8] = tangent 0\n"
+        f"  body:\n{lines(gather + backward, reversed(range(length)))}"
+        f"  return input_grad 0 %g0{grads}\n"
+    )
+
+
+def test_work_is_linear_in_depth() -> None:
+    """Counted in calls of functions, which do not depend on the machine."""
+
+    def num_calls(length: int) -> int:
+        target, verifier, calls = parse_step(chain(length)), Verifier(), 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            verifier.verify(target, FACTS["stage3"], Interface.of(target))
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    calls = [num_calls(length) for length in (30, 60, 120)]
+    growth = (calls[2] - calls[1]) / (calls[1] - calls[0])
+    assert growth < 2.02, f"{calls} calls for 30, 60 and 120 layers"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from zcompile.ir.graph import Graph, Region
 
 class Reads(Flow[int]):
     """For each value a bit mask over ``leaves``: what it depends on.
+
+    The loss depends on every parameter: compare masks, which costs a machine word for 30 leaves, before asking for leaves.
 
     Args:
         graph: the nodes.
@@ -41,10 +43,18 @@ class Reads(Flow[int]):
         """The leaves of a mask, in graph order."""
         found = []
         while mask:
-            low = mask & -mask
-            found.append(self.leaves[low.bit_length() - 1])
-            mask ^= low
+            found.append(self.first(mask))
+            mask &= mask - 1
         return found
+
+    def first(self, mask: int) -> Result:
+        """The first leaf of a mask that is not empty, in graph order."""
+        return self.leaves[(mask & -mask).bit_length() - 1]
+
+    def mask(self, results: Iterable[Result]) -> int:
+        """The mask of those results that are leaves."""
+        wanted = set(results)
+        return sum(1 << bit for bit, leaf in enumerate(self.leaves) if leaf in wanted)
 
     def join(self, items: list[int]) -> int:
         mask = 0

@@ -82,19 +82,19 @@ def check_grads_reduced(subject: Subject, options: Mapping[str, Any], axes: Mapp
         return
     results = {result: c for c in subject.reductions for result in c.results}
     reads = subject.reads
-    _check_reduced_once(subject, results)
+    reduced = reads.mask(results)
+    _check_reduced_once(subject, reduced)
     returned: dict[Result, str] = {}
     for node, role in subject.graph.outputs:
-        leaves = [leaf for leaf in reads.leaves_of(node) if leaf in results]
+        read = reads.of(node) & reduced
         if not isinstance(role, Grad):
-            if leaves:
-                subject.refuse(
-                    node, f"is returned as {describe(role)} but reads the reduced gradients of %{leaves[0].node.name}"
-                )
+            if read:
+                first = reads.first(read).node.name
+                subject.refuse(node, f"is returned as {describe(role)} but reads the reduced gradients of %{first}")
             continue
         picked = picked_result(node)
         if picked is None or picked not in results:
-            how = "unreduced" if not leaves else f"computed from %{leaves[0].node.name} after the reduction"
+            how = f"computed from %{reads.first(read).node.name} after the reduction" if read else "unreduced"
             subject.refuse(
                 node, f"is returned as grad '{role.name}' {how}; a gradient is what its reduction's wait gives"
             )
@@ -119,12 +119,13 @@ def _check_local(subject: Subject, options: Mapping[str, Any]) -> None:
             _check_sent(subject, node, node, meta.tensor(node).dtype, subject.params[role.name][0], options)
 
 
-def _check_reduced_once(subject: Subject, results: Mapping[Result, Collective]) -> None:
+def _check_reduced_once(subject: Subject, reduced: int) -> None:
     for collective in subject.reductions:
         for tensor in collective.tensors:
-            again = [leaf for leaf in subject.reads.leaves_of(tensor) if leaf in results]
+            again = subject.reads.of(tensor) & reduced
             if again:
-                subject.refuse(collective.start, f"reduces %{tensor.name}, which %{again[0].node.name} reduced already")
+                first = subject.reads.first(again).node.name
+                subject.refuse(collective.start, f"reduces %{tensor.name}, which %{first} reduced already")
 
 
 def _check_reduction(
