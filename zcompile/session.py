@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -131,7 +132,8 @@ class Session:
             with _rng_untouched(self.runner.shards.mesh.device):
                 captured = capture(self.model, call, params, self.runner.shards.mesh.device, self.name)
                 dump = Dump.from_environment(f"{self.name}_{number}")
-                built = build(captured, self.pipeline, self._verifier, self.config.backend, label=label, dump=dump)
+                with _collector_paused():
+                    built = build(captured, self.pipeline, self._verifier, self.config.backend, label=label, dump=dump)
         except RankError:
             raise
         except BaseException as error:
@@ -156,6 +158,18 @@ def _rng_untouched(device: torch.device) -> Iterator[None]:
             yield
     finally:
         random.setstate(state)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No collection of cycles: the history keeps every graph, and walking all of them again and again frees next to nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def buffer_reader(model: nn.Module) -> Callable[[str], Tensor]:

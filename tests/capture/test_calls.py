@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import traceback
@@ -333,6 +334,19 @@ def test_backward_in_a_thread() -> None:
 def test_nan_and_infinity_pass_through() -> None:
     agree(lambda: nn.Linear(4, 3), torch.full((2, 4), float("inf")))
     agree(lambda: nn.Linear(4, 3), torch.full((2, 4), float("nan")), loss=lambda out: None)
+
+
+def test_garbage_collection_is_left_as_it_was() -> None:
+    for enabled in (True, False):
+        try:
+            (gc.enable if enabled else gc.disable)()
+            compiled(lambda: nn.Linear(4, 3))(X)
+            assert gc.isenabled() is enabled
+            with pytest.raises(CaptureError):
+                compiled(net(lambda f, x: f(x) * x.sum().item()))(X)
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
 
 
 # Captures. ------------------------------------------------------------------------------------------------------------
