@@ -266,9 +266,9 @@ class Collectives:
         if group is None or self._closed:
             return
         if not self._on_host:
-            compat.abort_group(group)
-            if self._peers is not None:
+            if self._peers is not None:  # first: what aborts a group may wait for the device
                 threading.Thread(target=_unblock, args=(self._peers,), daemon=True).start()
+            compat.abort_group(group)
         elif self._unfinished:
             compat.keep_forever(group)
 
