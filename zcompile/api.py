@@ -27,7 +27,7 @@ from zcompile.runtime.executor import Executor
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.peers import connect
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.shards import ParameterShards, Slot
 from zcompile.runtime.step import StepRunner
 from zcompile.session import Session, buffer_reader
 
@@ -68,7 +68,7 @@ def compile(
         precision: None computes in the model's own dtypes; ``"bf16"`` or ``"fp16"``: fp32 masters, computed and gathered in that dtype.
         reduce_dtype: dtype of gradient reductions; None: that of the masters.
         backend: ``"inductor"`` compiles regions, ``"eager"`` interprets them (the reference).
-        policy: schedule passes, such as ``"prefetch{lookahead=2}"``, or ``"none"``.
+        policy: schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``, or ``"none"``.
         gradient_accumulation_steps: the declared window of backward calls.
         ignore: glob patterns of parameters that are not sharded.
         keep_fp32: glob patterns of parameters that are computed in fp32 under ``precision``.
@@ -159,7 +159,7 @@ def check_modules(model: nn.Module) -> None:
     """Refuse modules that cannot be taken over.
 
     Raises:
-        ConfigError: a module that is compiled already.
+        ConfigError: a module that is compiled already, as a whole or in part.
         ShardingError: a scripted module, or a parameter that has no shape yet.
     """
     for path, module in model.named_modules():
@@ -173,6 +173,10 @@ def check_modules(model: nn.Module) -> None:
         if torch.nn.parameter.is_lazy(p):
             raise ShardingError(
                 f"'{name}' is lazy and has no shape yet; call the plain model once before zcompile.compile"
+            )
+        if Slot.of(p) is not None:
+            raise ConfigError(
+                f"'{name}' belongs to a compiled model already; use that one, or end it with zcompile.unwrap first"
             )
 
 

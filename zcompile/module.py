@@ -19,6 +19,7 @@ from zcompile.report import Report, optimizer_bytes, state_bytes
 from zcompile.runtime import norm, state
 from zcompile.runtime.full import broadcast
 from zcompile.runtime.sequence import TextSequence
+from zcompile.runtime.shards import Slot
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
 
@@ -277,6 +278,7 @@ class CompiledModule(nn.Module):
             optimizer_bytes_total=total,
             gathered_live_bytes=buffers.live_bytes,
             gathered_peak_bytes=buffers.peak_bytes,
+            peer_bytes=runner.executor.collectives.peer_bytes,
             captures=self._session.num_captures,
         )
 
@@ -291,6 +293,8 @@ def unwrap(model: CompiledModule) -> nn.Module:
     model._announce("unwrap")
     if runner.shards.mesh.is_distributed:
         put_full(model.original, runner.shards)
+    for parameter in runner.shards.parameters:
+        vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
     runner.executor.collectives.close()
     runner.agreement.close()
     runner.shards.mesh.close()

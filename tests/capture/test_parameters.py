@@ -306,6 +306,19 @@ def test_compile_twice_is_refused() -> None:
         zcompile.compile(model, backend="eager")
 
 
+def test_parameters_of_a_compiled_model_are_refused() -> None:
+    """The plain module that a compiled one was made from, and another module that shares a parameter with it."""
+    made = build(Tied)
+    model = zcompile.compile(made, backend="eager")
+    with pytest.raises(ZCompileError, match="belongs to a compiled model already; use that one, or end it with"):
+        zcompile.compile(made, backend="eager")
+    shares = nn.Linear(2, 2)
+    shares.weight = next(model.parameters())
+    with pytest.raises(ZCompileError, match="'0.weight' belongs to a compiled model already"):
+        zcompile.compile(nn.Sequential(shares), backend="eager")
+    zcompile.compile(zcompile.unwrap(model), backend="eager")(X)
+
+
 def test_compiled_model_inside_another_is_refused() -> None:
     inner = compiled(lambda: nn.Linear(4, 3))
     with pytest.raises(ZCompileError, match="'0' is compiled already"):
