@@ -146,6 +146,7 @@ def zcompile_stage(options: Options, *, stage: int) -> Trainee:
             "regions": sum(len(text_calls(g)) for g in graphs),
             "passes": str(model.pipeline),
             "gathered_peak_gib": model.report().gathered_peak_bytes / 2**30,
+            "peer_gib": model.report().peer_bytes / 2**30,
         }
 
     return Trainee(model, zcompile.optim.AdamW(model.parameters(), lr=1e-4), model.clip_grad_norm_, facts=facts)

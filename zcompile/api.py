@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,6 +24,7 @@ from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives
 from zcompile.runtime.executor import Executor
+from zcompile.runtime.fill import fill
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.peers import connect
@@ -55,6 +56,7 @@ def compile(
     timeout: float = 600.0,
     max_captures: int = 16,
     sync_init: bool = True,
+    init: Callable[[nn.Module], Any] | None = None,
     debug_nonfinite: bool = False,
 ) -> CompiledModule:
     """Compile a model for data-parallel training. Collective: every rank calls it with the same model and options.
@@ -80,6 +82,8 @@ def compile(
         timeout: seconds that any wait on other ranks may take.
         max_captures: most captures that are held.
         sync_init: start every rank from rank 0's parameters and buffers.
+        init: gives values to a model on ``meta``, called with one module at a time whose own parameters and buffers are full
+            then, such as ``lambda module: module.reset_parameters()``; modules that own none are left out.
 
     Returns:
         the compiled module.
@@ -118,14 +122,20 @@ def compile(
     label = f"{type(model).__name__.lower()}"
     agreement = Agreement(place.store, place.rank, place.size, timeout=timeout, name=f"{label}.{next(_names)}")
     try:
-        return _take_over(model, config, chosen, place, agreement, label)
+        return _take_over(model, config, chosen, place, agreement, label, init)
     except BaseException as error:
         agreement.fail(error)
         raise
 
 
 def _take_over(
-    model: nn.Module, config: Config, pipeline: Pipeline, mesh: Mesh, agreement: Agreement, label: str
+    model: nn.Module,
+    config: Config,
+    pipeline: Pipeline,
+    mesh: Mesh,
+    agreement: Agreement,
+    label: str,
+    init: Callable[[nn.Module], Any] | None,
 ) -> CompiledModule:
     specs = parameter_specs(model, config, mesh.size)
     agreement.compare("the parameters", "\n".join(_describe(s) for s in specs))
@@ -142,6 +152,8 @@ def _take_over(
     if config.sync_init:
         sync_buffers(mesh, dict(model.named_buffers()))
     install(shards, model)
+    if init is not None:
+        fill(shards, model, init, sync=config.sync_init)
     repoint(shards, replaced)
     watch_optimizers(shards)
     executor = Executor(shards, collectives, Buffers(mesh.device))

@@ -81,3 +81,43 @@ def test_a_meta_model_reads_its_own_rows(ranks: Pools, tmp_path: Path, world: in
 def test_what_does_not_fit_is_refused(ranks: Pools, tmp_path: Path) -> None:
     stored(tmp_path)
     ranks(2, refuse, folder=str(tmp_path))
+
+
+# A function that initialises one module. ------------------------------------------------------------------------------
+
+
+def reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]
+
+
+def initialises(stage: int) -> None:
+    with torch.device("meta"):
+        empty = Tied()
+    torch.manual_seed(11 + 5 * this_rank())  # rank 0's draws count
+    before = torch.get_rng_state()
+    model = zcompile.compile(empty, stage=stage, backend="eager", init=reset)
+    assert torch.equal(torch.get_rng_state(), before), "compile leaves the random state alone"
+    plain = Tied()
+    torch.manual_seed(11)
+    plain.apply(lambda m: reset(m) if hasattr(m, "reset_parameters") else None)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.full_state_dict()[name], value), name
+    model(torch.arange(5)).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_function_fills_a_meta_model_as_it_fills_a_plain_one(ranks: Pools, stage: int, world_size: int) -> None:
+    ranks(world_size, initialises, stage=stage)
+
+
+def forgets() -> None:
+    with torch.device("meta"):
+        empty = Tied()
+    model = zcompile.compile(empty, backend="eager", init=lambda m: reset(m) if not isinstance(m, nn.Linear) else None)
+    with pytest.raises(UnfilledError, match=r"parameter 'mix.weight' has no value yet \(2 in all\)"):
+        model(torch.arange(5))
+
+
+def test_what_the_function_does_not_write_has_no_value(ranks: Pools) -> None:
+    ranks(2, forgets)
