@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,3 +133,16 @@ def broadcast(mesh: Mesh, tensors: Iterable[Tensor], root: int = 0) -> None:
     for tensor, staged in pairs:
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
+
+
+def broadcast_object(mesh: Mesh, value: Any) -> Any:
+    """Rank 0's value, on every rank: a copy of anything that pickles. Collective; one rank alone gets its own."""
+    if mesh.size == 1:
+        return value
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mesh.rank == 0 else torch.empty(0)
+    length = torch.tensor([data.numel()])
+    broadcast(mesh, [length])
+    if mesh.rank != 0:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    broadcast(mesh, [data])
+    return value if mesh.rank == 0 else pickle.loads(bytes(data.tolist()))

@@ -17,7 +17,7 @@ from zcompile.errors import ConfigError, ShardingError, StateError
 from zcompile.pipeline import History, Pipeline
 from zcompile.report import Report, optimizer_bytes, state_bytes
 from zcompile.runtime import norm, state
-from zcompile.runtime.full import broadcast
+from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.sequence import TextSequence
 from zcompile.runtime.shards import Slot
 from zcompile.session import Session
@@ -122,22 +122,26 @@ class CompiledModule(nn.Module):
 
     # State. -----------------------------------------------------------------------------------------------------------
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """Every parameter and saved buffer at full size under its plain name, the same on every rank. Collective.
 
-        Buffers are rank 0's.
+        Buffers, and what modules save of themselves with ``get_extra_state``, are rank 0's.
         """
         self._announce("full_state_dict")
         shards = self._session.runner.shards
         names = {n for n, _ in self.original.named_parameters(remove_duplicate=False)}
-        wanted = list(self.original.state_dict())
+        plain = self.original.state_dict()
+        wanted = list(plain)
         buffers = {
             n: b.detach().clone()
             for n, b in self.original.named_buffers(remove_duplicate=False)
             if n in wanted and n not in names
         }
         broadcast(shards.mesh, list(buffers.values()))
-        full = state.full_state_dict(shards, buffers)
+        full: dict[str, Any] = dict(state.full_state_dict(shards, buffers))
+        extra = {n: value for n, value in plain.items() if n.rpartition(".")[2] == "_extra_state"}
+        if extra:
+            full |= broadcast_object(shards.mesh, extra)
         return {n: full[n] for n in wanted if n in full}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

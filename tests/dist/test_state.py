@@ -64,6 +64,35 @@ def test_full_state_dict_round_trip(ranks: Pools, stage: int) -> None:
     ranks(2, full_state, stage=stage)
 
 
+class Counting(nn.Linear):
+    """A layer that saves something of its own, of any type."""
+
+    seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "rows": torch.arange(self.seen)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def extra_state() -> None:
+    model = compiled(model=nn.Sequential(Counting(4, 3), nn.Tanh()))
+    model.original[0].seen = 2 + this_rank()
+    state = model.full_state_dict()
+    assert list(state) == ["0.weight", "0.bias", "0._extra_state"]
+    assert state["0._extra_state"]["seen"] == 2, "rank 0's"
+    assert torch.equal(state["0._extra_state"]["rows"], torch.arange(2))
+    nn.Sequential(Counting(4, 3), nn.Tanh()).load_state_dict(state)
+    model.load_state_dict(state)
+    assert model.original[0].seen == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_extra_state_is_in_the_full_state(ranks: Pools, world_size: int) -> None:
+    ranks(world_size, extra_state)
+
+
 def unsharded(stage: int) -> None:
     plain, model = net(), compiled(stage)
     x = rows(0, this_rank())
