@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.schedule import collectives, is_gather
-from zcompile.ir import calls, edit, meta
+from zcompile.analysis.schedule import collectives, is_gather, never_release
+from zcompile.ir import calls, edit
 from zcompile.ir.graph import Graph, Step
 from zcompile.pipeline import Stats, StepPass
 
@@ -39,7 +39,6 @@ class Cleanup(StepPass):
         for graph in target.graphs:
             stats["dead nodes"] += edit.erase_dead(graph.fx, keep=_has_effect)
             _drop_unread_gathers(graph, stats)
-            stats["dead nodes"] += edit.erase_dead(graph.fx, keep=_has_effect)  # the casts of dropped gathers
             for region in graph.regions.values():
                 stats["dead nodes"] += edit.erase_dead(region.fx, keep=lambda n: False)
             used = {calls.region(n)[0] for n in graph.body if n.target is ops.region_call}
@@ -59,25 +58,8 @@ def _has_effect(node: fx.Node) -> bool:
 def _drop_unread_gathers(graph: Graph, stats: Stats) -> None:
     for c in collectives(graph, is_gather):
         unread = [r for r in c.results if all(u.target is ops.release for u in r.users)]
-        if not unread:
-            continue
-        dropped = {calls.index(r) for r in unread}
         for result in unread:
-            for user in list(result.users):
-                rest = [n for n in calls.tensors(user) if n is not result]
-                user.args = (rest,)
-                if not rest:
-                    graph.fx.erase_node(user)
-            graph.fx.erase_node(result)
-            stats["gathers dropped"] += 1
-        sends = [s for i, s in enumerate(c.sends) if i not in dropped]
-        if not sends:
-            graph.fx.erase_node(c.wait)
-            graph.fx.erase_node(c.start)
-            continue
-        c.start.args = (sends, *c.start.args[1:])
-        values = [v for i, v in enumerate(meta.value(c.start)) if i not in dropped]
-        meta.set_value(c.start, values)
-        meta.set_value(c.wait, [v for i, v in enumerate(meta.value(c.wait)) if i not in dropped])
-        for new_index, result in enumerate(r for r in c.results if r not in unread):
-            result.args = (c.wait, new_index)
+            never_release(result)
+        if unread:
+            c.drop(unread)
+        stats["gathers dropped"] += len(unread)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +12,8 @@ from torch import fx
 from zcompile import ops
 from zcompile.errors import PassError
 from zcompile.ir import calls, edit, meta
-from zcompile.ir.graph import Graph, Kept, Param, Step
+from zcompile.ir.graph import Graph, Param, Step
+from zcompile.ir.handover import hand_on, kept_value
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
 
@@ -49,19 +50,19 @@ class Unshard(StepPass):
             raise PassError(f"stage is {self.stage}; it must be 0, 1, 2 or 3")
         forward = _Scheduler(target.forward, stats)
         forward.gather()
-        if self.stage in (1, 2) and target.backward is not None:
-            backward = _Scheduler(target.backward, stats)
-            kept = backward.take_kept(forward.gathered)
-            forward.release(kept)
-            forward.keep(kept)
-            backward.gather()
-            backward.release(frozenset())
+        if target.backward is None:
+            forward.release()
             return
-        forward.release(frozenset())
-        if target.backward is not None:
-            backward = _Scheduler(target.backward, stats)
-            backward.gather()
-            backward.release(frozenset())
+        backward = _Scheduler(target.backward, stats)
+        kept: dict[_Key, fx.Node] = {}
+        if self.stage in (1, 2):
+            kept = {key: node for key, node in forward.gathered.items() if key in backward.full}
+            inputs = hand_on(target, {kept_value(*key): node for key, node in kept.items()})
+            backward.gathered.update(zip(kept, inputs.values(), strict=True))
+            stats["parameters kept for backward"] += len(kept)
+        forward.release(kept)
+        backward.gather()
+        backward.release()
 
 
 #: which full value of which parameter: a parameter may be gathered in two dtypes
@@ -142,27 +143,7 @@ class _Scheduler:
             user.replace_input_with(unshard, by_region[region])
         self.graph.fx.erase_node(unshard)
 
-    def take_kept(self, available: dict[_Key, fx.Node]) -> frozenset[_Key]:
-        """Read parameters that forward gathered from ``kept`` inputs instead of gathering again; returns which."""
-        anchor = self.graph.inputs[0] if self.graph.inputs else next(iter(self.graph.fx.nodes))
-        for key in self.full:
-            if key in available:
-                with self.graph.fx.inserting_before(anchor):
-                    node = self.graph.fx.placeholder(f"{available[key].name}_kept")
-                meta.set_value(node, meta.value(available[key]))
-                meta.set_origin(node, Kept(_kept_name(key)))
-                self.gathered[key] = node
-        return frozenset(self.gathered)
-
-    def keep(self, keys: frozenset[_Key]) -> None:
-        """Return these gathered parameters to backward."""
-        outputs = self.graph.outputs
-        self.graph.set_outputs(
-            outputs + [(self.gathered[key], Kept(_kept_name(key))) for key in self.gathered if key in keys]
-        )
-        self.stats["parameters kept for backward"] += len(keys)
-
-    def release(self, keep: frozenset[_Key]) -> None:
+    def release(self, keep: Collection[_Key] = ()) -> None:
         """Release each gathered parameter after the last region that reads it, one call for each unit and region."""
         groups: dict[tuple[int, str], list[fx.Node]] = {}
         for key, node in self.gathered.items():
@@ -211,7 +192,3 @@ def _param_of(unshard: fx.Node) -> Param:
     origin = meta.origin(calls.source(unshard))
     assert isinstance(origin, Param)
     return origin
-
-
-def _kept_name(key: _Key) -> str:
-    return f"{key[0]}:{str(key[1]).removeprefix('torch.')}"

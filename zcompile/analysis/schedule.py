@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -52,6 +52,32 @@ class Collective:
         """The tensors that go in."""
         return calls.tensors(self.start)
 
+    @property
+    def shards(self) -> list[fx.Node]:
+        """What goes in before any cast: a gather's shards, one for each result."""
+        found = []
+        for send in self.sends:
+            source = calls.picked_from(send)
+            is_cast = source is not None and source.target is ops.cast
+            found.append(calls.tensors(source)[calls.index(send)] if source is not None and is_cast else send)
+        return found
+
+    def drop(self, results: Collection[fx.Node]) -> None:
+        """Take results that nothing reads any more out of the collective, and what it sends for them, with its casts.
+
+        A collective without results goes. What this object says of the graph is no longer right afterwards.
+        """
+        sends = self.sends
+        gone = {calls.index(r) for r in results}
+        casts: dict[fx.Node, set[int]] = {}
+        for send in (sends[index] for index in sorted(gone)):
+            source = calls.picked_from(send)
+            if source is not None and source.target is ops.cast:
+                casts.setdefault(source, set()).add(calls.index(send))
+        _narrow(self.start, self.wait, gone)
+        for cast, picks in casts.items():
+            _narrow(cast, cast, picks)
+
 
 def collectives(graph: Graph, want: Callable[[fx.Node], bool] = lambda node: True) -> list[Collective]:
     """The collectives of a graph in the order they start, those that ``want`` accepts."""
@@ -64,6 +90,45 @@ def collectives(graph: Graph, want: Callable[[fx.Node], bool] = lambda node: Tru
         results = tuple(sorted(wait.users, key=lambda n: position[n]))
         found.append(Collective(node, wait, results, position[node], position[wait], meta.num_bytes(meta.value(node))))
     return found
+
+
+def first_uses(graph: Graph) -> dict[fx.Node, fx.Node]:
+    """For each value the first node that reads it, other than to release it; in the order in which they are first read."""
+    first: dict[fx.Node, fx.Node] = {}
+    for node in graph.fx.nodes:
+        if node.target is not ops.release:
+            for source in node.all_input_nodes:
+                first.setdefault(source, node)
+    return first
+
+
+def never_release(value: fx.Node) -> None:
+    """Take a value out of the releases that give it back; one that gives nothing back any more goes."""
+    for release in [user for user in value.users if user.target is ops.release]:
+        rest = [n for n in calls.tensors(release) if n is not value]
+        release.args = (rest,)
+        if not rest:
+            release.graph.erase_node(release)
+
+
+def _narrow(call: fx.Node, picked: fx.Node, gone: Collection[int]) -> None:
+    """Take items out of the list that a call reads, and the results that are picked from it (or from its wait) for them."""
+    for pick in list(picked.users):
+        index = calls.index(pick)
+        if index in gone:
+            pick.graph.erase_node(pick)
+        else:
+            pick.args = (picked, index - sum(g < index for g in gone))
+    listed = calls.tensors(call)
+    left = [index for index in range(len(listed)) if index not in gone]
+    nodes = [call] if picked is call else [picked, call]
+    if not left:
+        for node in nodes:
+            node.graph.erase_node(node)
+        return
+    call.args = ([listed[index] for index in left], *call.args[1:])
+    for node in nodes:
+        meta.set_value(node, [meta.value(node)[index] for index in left])
 
 
 def is_gather(node: fx.Node) -> bool:

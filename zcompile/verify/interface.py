@@ -12,9 +12,10 @@ from zcompile.analysis.flow import Result
 from zcompile.analysis.reads import Reads
 from zcompile.ir import meta
 from zcompile.ir.graph import Grad, Graph, Kept, Origin, Param, Role, Saved, Step, Tangent
+from zcompile.ir.handover import kept_parameter
 from zcompile.ir.printer import describe, print_node
 from zcompile.verify.inference import agree, type_name, type_of
-from zcompile.verify.subject import Subject, kept_parameter
+from zcompile.verify.subject import Subject
 
 
 @dataclass(frozen=True)

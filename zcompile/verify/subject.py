@@ -17,6 +17,7 @@ from zcompile.analysis.reads import Copies, Reads
 from zcompile.errors import VerifyError
 from zcompile.ir import calls, meta
 from zcompile.ir.graph import Grad, Graph, Kept, Param, Region
+from zcompile.ir.handover import kept_parameter
 from zcompile.ir.printer import print_node
 from zcompile.ir.types import tensors
 from zcompile.placement import ParamSpec
@@ -162,11 +163,6 @@ def _line(node: fx.Node, device: str) -> str:
         return print_node(node, device)
     except Exception:  # a malformed node is what the error is about; it must not hide it
         return str(node.format_node())
-
-
-def kept_parameter(kept: Kept) -> str:
-    """The name of a kept parameter: one that is gathered in two dtypes is kept as ``name:dtype``."""
-    return kept.name.partition(":")[0]
 
 
 def picked_result(node: fx.Node) -> Result | None:
