@@ -10,6 +10,7 @@ from zcompile.passes.cleanup import Cleanup
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.passes.precision import Precision
 from zcompile.passes.schedule.bucket import Bucket
+from zcompile.passes.schedule.keep import Keep
 from zcompile.passes.schedule.prefetch import Prefetch
 from zcompile.passes.zero.outline import Outline
 from zcompile.passes.zero.plan_units import PlanUnits
@@ -27,6 +28,7 @@ PASSES: tuple[type[Pass[Any]], ...] = (
     Unshard,
     Reduce,
     Outline,
+    Keep,
     Bucket,
     Prefetch,
     Cleanup,
@@ -47,8 +49,9 @@ def parse(spec: str) -> Pipeline:
 def schedule(policy: str) -> tuple[Pass[Any], ...]:
     """The schedule passes of a policy spec.
 
-    ``"none"`` moves nothing. Otherwise the spec lists schedule passes, such as ``"bucket{mib=64},prefetch{lookahead=2}"``;
-    where it names no bucket size the default one is used.
+    ``"none"`` moves nothing. Otherwise the spec lists schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``.
+    ``keep`` and ``bucket`` run with their defaults where it does not name them, ``keep{units=0}`` and ``bucket{mib=0}`` are
+    none. ``keep`` runs first wherever it stands: the others schedule the gathers that it leaves.
 
     Raises:
         PipelineError: an unknown pass, or one that does not schedule.
@@ -57,11 +60,13 @@ def schedule(policy: str) -> tuple[Pass[Any], ...]:
         return ()
     passes = parse(policy).passes
     for p in passes:
-        if not isinstance(p, (Bucket, Prefetch)):
+        if not isinstance(p, (Keep, Bucket, Prefetch)):
             raise PipelineError(
-                f"policy '{policy}' names '{p.name}', which is no schedule pass; those are bucket, prefetch, or none"
+                f"policy '{policy}' names '{p.name}', which is no schedule pass; those are keep, bucket, prefetch, or none"
             )
-    return passes if any(isinstance(p, Bucket) for p in passes) else (Bucket(), *passes)
+    keep = tuple(p for p in passes if isinstance(p, Keep)) or (Keep(),)
+    rest = tuple(p for p in passes if not isinstance(p, Keep))
+    return (*keep, *rest) if any(isinstance(p, Bucket) for p in rest) else (*keep, Bucket(), *rest)
 
 
 def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline:

@@ -21,6 +21,7 @@ from zcompile.passes import KNOWN, PASSES, default_pipeline, parse, schedule
 from zcompile.passes.cleanup import Cleanup
 from zcompile.passes.replay import opt, parse_target
 from zcompile.passes.schedule.bucket import Bucket
+from zcompile.passes.schedule.keep import Keep
 from zcompile.passes.schedule.prefetch import Prefetch
 from zcompile.passes.zero.reduce import Reduce
 from zcompile.passes.zero.shard import Shard
@@ -46,6 +47,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from([None, "bf16", "f16", "f32"]),
     "local": st.booleans(),
     "mib": st.floats(0, 1e6, allow_nan=False) | st.integers(0, 512),
+    "units": st.integers(0, 64),
     "min_mib": st.floats(0, 1e6, allow_nan=False),
     "lookahead": st.integers(0, 8),
     "limit_mib": st.none() | st.floats(0, 1e6, allow_nan=False),
@@ -101,8 +103,10 @@ def test_what_is_no_spec_is_refused(spec: str, message: str) -> None:
 
 def test_policies_are_schedule_passes() -> None:
     assert schedule("none") == ()
-    assert schedule("prefetch{lookahead=2}") == (Bucket(), Prefetch(lookahead=2))
-    assert schedule("prefetch,bucket{mib=1}") == (Prefetch(), Bucket(mib=1))
+    assert schedule("prefetch{lookahead=2}") == (Keep(), Bucket(), Prefetch(lookahead=2))
+    assert schedule("prefetch,bucket{mib=1}") == (Keep(), Prefetch(), Bucket(mib=1))
+    assert schedule("prefetch,keep{units=0}") == (Keep(units=0), Bucket(), Prefetch())
+    assert schedule("bucket,keep{mib=64}") == (Keep(mib=64), Bucket())
     with pytest.raises(PipelineError, match="policy 'cleanup' names 'cleanup', which is no schedule pass; those are"):
         schedule("cleanup")
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.schedule import Collective, collectives, is_gather, is_reduction
+from zcompile.analysis.schedule import Collective, collectives, first_uses, is_gather, is_reduction
 from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
-from zcompile.ir import calls, edit
-from zcompile.ir.graph import Graph, Step
+from zcompile.ir import calls, edit, meta
+from zcompile.ir.graph import Graph, Kept, Step
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
 
@@ -35,7 +36,8 @@ class Prefetch(StepPass):
         %y: f32[4, 8] = call layer(%x, %w0_full)
         %w1_full: f32[8, 8] = zc.wait(%b1)
 
-    Exact: no region changes. Costs the bytes of the buckets in flight.
+    Kept values count as a bucket that is there already: the first gather of backward starts before the region that reads the
+    last kept ones. Exact: no region changes. Costs the bytes of the buckets in flight.
 
     Attributes:
         lookahead: how many gathers are in flight while a region computes, and how many reductions.
@@ -58,17 +60,16 @@ class Prefetch(StepPass):
             self._wait_late(graph, stats)
 
     def _start_early(self, graph: Graph, stats: Stats) -> None:
-        found = collectives(graph, is_gather)
+        found = _arrivals(graph)
         limit = float("inf") if self.limit_mib is None else self.limit_mib * MIB
         for index, c in enumerate(found):
-            # behind the wait for the gather at position `done`; -1: behind the start of the first, with nothing waited for
-            done = max(index - self.lookahead, -1)
-            while done < index - 1 and sum(g.num_bytes for g in found[done + 1 : index + 1]) > limit:
-                done += 1
-            if index == 0 or done == index:
+            if index == 0 or not isinstance(c, Collective):
                 continue
-            anchor = found[0].start if done < 0 else found[done].results[-1]
-            if _start_after(c, anchor):
+            # behind the arrival at position `done`; -1: where the first of all starts, with nothing waited for
+            done = max(index - self.lookahead, -1)
+            while done < index - 1 and _bytes(found[done + 1 : index + 1]) > limit:
+                done += 1
+            if _start_after(c, _behind(found[max(done, 0)], waited=done >= 0)):
                 stats["gathers moved"] += 1
 
     def _wait_late(self, graph: Graph, stats: Stats) -> None:
@@ -82,6 +83,40 @@ class Prefetch(StepPass):
             for node in (c.wait, *c.results):
                 before.prepend(node)
             stats["reductions moved"] += 1
+
+
+#: where full parameters arrive: a gather, or the node that first reads values which forward kept
+_Arrival = Collective | fx.Node
+
+
+def _arrivals(graph: Graph) -> list[_Arrival]:
+    """Where full parameters arrive, in order. A region that waits for a gather counts once, whatever it reads beside it."""
+    uses = first_uses(graph)
+    gathers = {c.wait: c for c in collectives(graph, is_gather)}
+    readers = {uses[node] for node in graph.inputs if node in uses and isinstance(meta.origin(node), Kept)}
+    readers -= {uses[result] for c in gathers.values() for result in c.results if result in uses}
+    found: list[_Arrival] = []
+    for node in graph.body:
+        if node in gathers:
+            found.append(gathers[node])
+        elif node in readers:
+            found.append(node)
+    return found
+
+
+def _bytes(arrivals: Sequence[_Arrival]) -> int:
+    """Bytes of the gathers among them."""
+    return sum(c.num_bytes for c in arrivals if isinstance(c, Collective))
+
+
+def _behind(arrival: _Arrival, *, waited: bool) -> fx.Node:
+    """The node behind which gathers may start: ``waited``, when the values are there; else where they begin to come."""
+    if isinstance(arrival, Collective):
+        return arrival.results[-1] if waited else arrival.start
+    node = arrival.prev
+    while _belongs_to_start(node):
+        node = node.prev
+    return node
 
 
 def _start_after(c: Collective, anchor: fx.Node) -> bool:

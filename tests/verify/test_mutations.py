@@ -208,6 +208,12 @@ def test_refuses_an_edit(name: str, edit: Callable[[Step], None], error: str) ->
             "%aw_gathered in mlp.forward is returned as kept 'a.w:float32'; stage 3 keeps no gathered parameter",
         ),
         (
+            "kept",
+            Fact.KEEP_BOUNDED,
+            {"units": 0, "mib": None},
+            "%fw_gathered in mlp.forward is returned as kept 'f.w:float32', which makes 1 kept units; keep allows 0",
+        ),
+        (
             "stage3",
             Fact.GRADS_REDUCED,
             {"dtype": "bf16"},
@@ -226,7 +232,17 @@ def test_refuses_other_options(name: str, fact: Fact, options: dict[str, Any], e
 
 
 def test_stage_3_keeps_parameters_when_the_pass_says_so() -> None:
-    VERIFIER.verify(step("stage2"), FACTS["stage2"] | {Fact.PARAMS_GATHERED: {"stage": 3, "keep": True}}, INTERFACE)
+    facts = FACTS["stage2"] | {Fact.PARAMS_GATHERED: {"stage": 3}}
+    num_bytes = (64 + 56 + 64 + 64) * 4
+    VERIFIER.verify(step("stage2"), facts | {Fact.KEEP_BOUNDED: {"units": 4, "mib": num_bytes / 2**20}}, INTERFACE)
+    limit = (num_bytes - 1) / 2**20
+    error = f"and brings what is kept to {num_bytes} bytes; keep allows {limit} MiB"
+    few = {Fact.KEEP_BOUNDED: {"units": 4, "mib": limit}}
+    assert refusal(step("stage2"), facts | few).endswith(error)
+
+
+def test_stage_2_keeps_parameters_whatever_the_policy_says() -> None:
+    VERIFIER.verify(step("stage2"), FACTS["stage2"] | {Fact.KEEP_BOUNDED: {"units": 0, "mib": 0}}, INTERFACE)
 
 
 def test_bounds_the_bytes_in_flight() -> None:

@@ -18,6 +18,8 @@ class Fact(Enum):
     GRADS_REDUCED = "grads-reduced"
     #: compute sits in regions; the top level holds collectives, waits, releases and region calls only
     OUTLINED = "outlined"
+    #: at stage 3, no more gathered parameters are kept for backward than the policy says
+    KEEP_BOUNDED = "keep-bounded"
     #: collectives are grouped to the bucket size, whole units at a time
     BUCKETED = "bucketed"
     #: collectives in flight stay within the lookahead and the memory limit of the policy

@@ -10,10 +10,12 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.analysis.flow import Result
+from zcompile.analysis.units import MIB
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Kept, Param, Region, Saved
+from zcompile.ir.handover import kept_parameter
 from zcompile.ir.printer import describe
-from zcompile.verify.subject import Subject, kept_parameter, picked_result
+from zcompile.verify.subject import Subject, picked_result
 
 _aten = torch.ops.aten
 
@@ -58,7 +60,7 @@ def check_params_sharded(subject: Subject, options: Mapping[str, Any]) -> None:
             subject.refuse(node, f"is a shard of parameter '{param.name}' that is not contiguous")
 
 
-def check_params_gathered(subject: Subject, options: Mapping[str, Any]) -> None:
+def check_params_gathered(subject: Subject, options: Mapping[str, Any], keep: Mapping[str, Any] | None) -> None:
     """Check ``params-gathered``.
 
     No ``zc.unshard`` is left. Shards are read by gathers only (or by a cast on the way to one). A gathered value, and
@@ -67,7 +69,8 @@ def check_params_gathered(subject: Subject, options: Mapping[str, Any]) -> None:
 
     Args:
         subject: the graph.
-        options: of the pass that scheduled the gathers: ``stage``; ``keep`` allows stage 3 to keep parameters.
+        options: of the pass that scheduled the gathers: ``stage``.
+        keep: options of the pass that lets stage 3 keep parameters, at most so many ``units`` and ``mib``; None: none did.
     """
     for node in subject.nodes:
         if node.target is ops.unshard:
@@ -85,7 +88,9 @@ def check_params_gathered(subject: Subject, options: Mapping[str, Any]) -> None:
                 )
     _check_shards_stay_local(subject)
     released = _check_releases(subject)
-    _check_returned(subject, released, options)
+    _check_returned(subject, released)
+    if options.get("stage") == 3:
+        _check_keep_bounded(subject, keep)
     _check_padding(subject)
 
 
@@ -137,12 +142,12 @@ def _check_releases(subject: Subject) -> dict[Result, fx.Node]:
     return released
 
 
-def _check_returned(subject: Subject, released: Mapping[Result, fx.Node], options: Mapping[str, Any]) -> None:
+def _check_returned(subject: Subject, released: Mapping[Result, fx.Node]) -> None:
     aliases, gathered, copies = subject.aliases, subject.gathered, subject.copies
     kept: set[Result] = set()
     for node, role in subject.graph.outputs:
         if isinstance(role, Kept):
-            kept.add(_check_kept(subject, node, role, released, options))
+            kept.add(_check_kept(subject, node, role, released))
             continue
         shared = next((s for s in aliases.of(node) if s in gathered), None)
         if shared is not None:
@@ -160,9 +165,7 @@ def _check_returned(subject: Subject, released: Mapping[Result, fx.Node], option
             subject.refuse(picked, "is a gathered value that is never released")
 
 
-def _check_kept(
-    subject: Subject, node: fx.Node, role: Kept, released: Mapping[Result, fx.Node], options: Mapping[str, Any]
-) -> Result:
+def _check_kept(subject: Subject, node: fx.Node, role: Kept, released: Mapping[Result, fx.Node]) -> Result:
     result = picked_result(node)
     param = None if result is None else subject.gathered.get(result)
     if result is None or param is None or param.name != kept_parameter(role):
@@ -171,9 +174,31 @@ def _check_kept(
         )
     if result in released:
         subject.refuse(node, f"is returned as {describe(role)} after %{released[result].name} gave it back")
-    if options.get("stage") == 3 and not options.get("keep"):
-        subject.refuse(node, f"is returned as {describe(role)}; stage 3 keeps no gathered parameter")
     return result
+
+
+def _check_keep_bounded(subject: Subject, keep: Mapping[str, Any] | None) -> None:
+    """Check ``keep-bounded``: what stage 3 hands on to backward stays within the policy's options."""
+    units: set[str] = set()
+    num_bytes = 0
+    for node, role in subject.graph.outputs:
+        if not isinstance(role, Kept):
+            continue
+        if keep is None:
+            subject.refuse(node, f"is returned as {describe(role)}; stage 3 keeps no gathered parameter")
+        name = kept_parameter(role)
+        units.add(subject.params[name][0].unit or name)
+        num_bytes += meta.num_bytes(meta.value(node))
+        if len(units) > keep.get("units", len(units)):
+            subject.refuse(
+                node,
+                f"is returned as {describe(role)}, which makes {len(units)} kept units; keep allows {keep['units']}",
+            )
+        if keep.get("mib") is not None and num_bytes > keep["mib"] * MIB:
+            subject.refuse(
+                node,
+                f"is returned as {describe(role)} and brings what is kept to {num_bytes} bytes; keep allows {keep['mib']} MiB",
+            )
 
 
 def _check_padding(subject: Subject) -> None:

@@ -75,7 +75,7 @@ def _check_facts(subjects: list[Subject], facts: Facts) -> None:
         if Fact.PARAMS_SHARDED in facts:
             parameters.check_params_sharded(subject, facts[Fact.PARAMS_SHARDED])
         if Fact.PARAMS_GATHERED in facts:
-            parameters.check_params_gathered(subject, facts[Fact.PARAMS_GATHERED])
+            parameters.check_params_gathered(subject, facts[Fact.PARAMS_GATHERED], facts.get(Fact.KEEP_BOUNDED))
         if Fact.GRADS_REDUCED in facts and subject.graph.direction is not Direction.FORWARD:
             check_grads_reduced(subject, facts[Fact.GRADS_REDUCED], axes)
         if Fact.BUCKETED in facts:
