@@ -26,6 +26,11 @@ def compiled(stage: int, model: nn.Module | None = None) -> Any:
     return zcompile.compile(model or net(), stage=stage, backend="eager", verify="off")
 
 
+def live_bytes(model: Any) -> int:
+    """Bytes of gathered parameters."""
+    return model._session.runner.executor.buffers.live_bytes
+
+
 def plain_after(*steps: tuple[int, bool], scale: float = 1.0) -> Net:
     """A plain model after a backward on all ranks' rows of each (step, extra)."""
     model = net()
@@ -61,6 +66,7 @@ def no_sync(stage: int, num_local: int) -> None:
             for i in range(num_local):
                 model(mine(start + i))["loss"].backward()
         assert_close_gradients(full_gradients(model), before)
+        assert live_bytes(model) == 0
         model(mine(start + num_local))["loss"].backward()
         if start == 0:
             reference = plain_after(*[(i, False) for i in range(num_local + 1)])
@@ -107,11 +113,15 @@ def two_forwards(stage: int) -> None:
     (a + b).backward()
     assert_close_gradients(full_gradients(model), plain_after((0, False), (1, True)))
     model.zero_grad()
-    a, b = model(mine(2))["loss"], model(mine(3))["loss"]
+    a = model(mine(2))["loss"]
+    kept = live_bytes(model)
+    b = model(mine(3))["loss"]
+    assert (kept > 0) == (stage > 0) and live_bytes(model) == 2 * kept  # stage 3 keeps the last unit
     a.backward()
+    assert live_bytes(model) == kept
     b.backward()
     assert_close_gradients(full_gradients(model), plain_after((2, False), (3, False)))
-    assert model._session.runner.executor.buffers.live_bytes == 0
+    assert live_bytes(model) == 0
 
 
 @every_stage
@@ -122,7 +132,9 @@ def test_two_forwards_before_one_backward(ranks: Pools, stage: int) -> None:
 def retain_graph(stage: int) -> None:
     model = compiled(stage)
     loss = model(mine(0))["loss"]
+    kept = live_bytes(model)
     loss.backward(retain_graph=True)
+    assert live_bytes(model) == kept and (kept > 0) == (stage > 0)
     once = full_gradients(model)
     loss.backward()
     for name, grad in full_gradients(model).items():
@@ -132,7 +144,7 @@ def retain_graph(stage: int) -> None:
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     del loss
-    assert model._session.runner.executor.buffers.live_bytes == 0
+    assert live_bytes(model) == 0
 
 
 @every_stage

@@ -46,6 +46,12 @@ def same_bits(name: str = "deep", stage: int = 3, base_stage: int | None = None,
         f"bucket{{mib={2 * BLOCK_MIB}}},prefetch{{lookahead=4}}",
         "bucket{mib=1000}",
         "bucket{mib=0},prefetch{lookahead=4 limit_mib=0.01}",
+        "keep{units=0},prefetch",
+        "keep{units=1},bucket{mib=0},prefetch",
+        "keep{units=2},bucket{mib=0},prefetch{lookahead=2}",
+        "keep{units=1000},prefetch{lookahead=4}",
+        f"keep{{units=1000 mib={2 * BLOCK_MIB}}},bucket{{mib=0}},prefetch{{lookahead=4}}",
+        "prefetch{lookahead=4},keep{units=3},bucket{mib=0}",
     ],
 )
 def test_policies(ranks: Pools, world: int, policy: str) -> None:
@@ -57,6 +63,8 @@ def test_policies(ranks: Pools, world: int, policy: str) -> None:
 def policies_of_a_transformer() -> None:
     same_bits("llama_tied", policy="bucket{mib=0},prefetch{lookahead=2}")
     same_bits("llama_tied", policy="prefetch{lookahead=0}")
+    same_bits("llama_tied", policy="keep{units=0},bucket{mib=0},prefetch{lookahead=1}")
+    same_bits("llama_tied", policy="keep{units=2},bucket{mib=0},prefetch{lookahead=1}")
 
 
 def test_policies_of_a_transformer(ranks: Pools) -> None:
@@ -79,7 +87,9 @@ def test_repeated_runs_with_random_numbers(ranks: Pools, name: str) -> None:
     ranks(2, same_bits, name=name)
 
 
-@pytest.mark.parametrize("policy", ["bucket{mib=0},prefetch{lookahead=2}", "none"])
+@pytest.mark.parametrize(
+    "policy", ["bucket{mib=0},prefetch{lookahead=2}", "keep{units=3},bucket{mib=0},prefetch{lookahead=1}", "none"]
+)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_poison(ranks: Pools, policy: str, stage: int) -> None:
     """Released buffers are filled with NaN: nothing reads them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -35,7 +37,15 @@ def expected(shape: torch.Size, world: int, stage: int) -> tuple[int, int]:
     return total, total
 
 
-def states_are_divided(name: str, stage: int, **options: Any) -> dict[str, Any]:
+def states_are_divided(name: str, stage: int, kept: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """Check every kind of memory.
+
+    Args:
+        name: which model.
+        stage: ZeRO stage.
+        kept: patterns of the parameters that stage 3 keeps gathered between forward and backward.
+        options: of compile.
+    """
     case, world = CASES[name], world_size()
     plain = case.build()
     shapes = [p.shape for p in plain.parameters()]
@@ -67,7 +77,8 @@ def states_are_divided(name: str, stage: int, **options: Any) -> dict[str, Any]:
 
     assert buffers.live_bytes == 0
     if stage == 3 and world > 1:
-        assert between == 0, "a gathered parameter outlives the forward"
+        wanted = [p.shape for n, p in case.build().named_parameters() if any(fnmatch(n, k) for k in kept)]
+        assert between == sum(4 * world * expected(shape, world, stage)[0] for shape in wanted)
         assert 0 < buffers.peak_bytes < gathered, (buffers.peak_bytes, gathered)
     if stage in (1, 2) and world > 1:
         assert between > 0, "stages 1 and 2 keep gathered parameters for the backward"
@@ -76,7 +87,23 @@ def states_are_divided(name: str, stage: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_states_of_stage_3_are_divided(ranks: Pools, world: int) -> None:
-    ranks(world, states_are_divided, name="deep", stage=3, policy="bucket{mib=0},prefetch{lookahead=1}")
+    """The default policy keeps the head from forward to backward: backward needs its weight, not its bias."""
+    policy = "bucket{mib=0},prefetch{lookahead=1}"
+    ranks(world, states_are_divided, name="deep", stage=3, policy=policy, kept=["head.weight"])
+
+
+def test_what_a_policy_keeps(ranks: Pools) -> None:
+    """Keeping two units costs nothing at the peak: with a lookahead of one two are gathered at a time; keeping all does."""
+    peaks = []
+    for units, kept in (
+        (0, []),
+        (1, ["head.weight"]),
+        (2, ["head.weight", "blocks.3.?.weight"]),
+        (1000, ["head.weight", "blocks.*.weight"]),
+    ):
+        policy = f"keep{{units={units}}},bucket{{mib=0}},prefetch{{lookahead=1}}"
+        peaks.append(ranks(2, states_are_divided, name="deep", stage=3, policy=policy, kept=kept)[0]["peak"])
+    assert peaks[0] == peaks[1] == peaks[2] < peaks[3]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -86,18 +113,23 @@ def test_states_of_other_stages(ranks: Pools, stage: int) -> None:
 
 def test_lookahead_costs_memory(ranks: Pools) -> None:
     peaks = [
-        ranks(2, states_are_divided, name="deep", stage=3, policy=f"bucket{{mib=0}},prefetch{{lookahead={lookahead}}}")[
-            0
-        ]["peak"]
+        ranks(
+            2,
+            states_are_divided,
+            name="deep",
+            stage=3,
+            policy=f"keep{{units=0}},bucket{{mib=0}},prefetch{{lookahead={lookahead}}}",
+        )[0]["peak"]
         for lookahead in (0, 1, 2)
     ]
     assert peaks[0] < peaks[1] < peaks[2]
 
 
-def nothing_saved_is_a_parameter() -> None:
-    """Counted on the values that the forward leaves: no gathered weight, no cast or view of one."""
+def nothing_saved_is_a_parameter(units: int) -> None:
+    """Counted on the values that the forward leaves: no gathered weight, no cast or view of one, but what the policy keeps."""
     case = CASES["llama"]
-    model = zcompile.compile(case.build(), stage=3, backend="eager", verify="off", policy="bucket{mib=0}")
+    policy = f"keep{{units={units}}},bucket{{mib=0}}"
+    model = zcompile.compile(case.build(), stage=3, backend="eager", verify="off", policy=policy)
     taken: list[tuple[int, int]] = []
     buffers = model._session.runner.executor.buffers
     take = buffers.take
@@ -118,7 +150,8 @@ def nothing_saved_is_a_parameter() -> None:
 
     model._session.runner.run_forward = forward
     loss = case.loss(model(**case.data(0, this_rank())))
-    assert taken and saved and saved[0].values and not saved[0].kept
+    assert taken and saved and saved[0].values
+    assert list(saved[0].kept) == ["head.weight:float32", "norm.weight:float32"][: 2 * units]
     pointers = {pointer for pointer, _ in taken}
     for name, value in saved[0].values.items():
         if isinstance(value, torch.Tensor):
@@ -133,22 +166,28 @@ def nothing_saved_is_a_parameter() -> None:
     assert buffers.live_bytes == 0
 
 
-def test_nothing_saved_is_a_parameter(ranks: Pools) -> None:
-    ranks(2, nothing_saved_is_a_parameter)
+@pytest.mark.parametrize("units", [0, 1])
+def test_nothing_saved_is_a_parameter(ranks: Pools, units: int) -> None:
+    ranks(2, nothing_saved_is_a_parameter, units=units)
 
 
-def forward_without_backward() -> None:
-    """A forward whose result is dropped gives its kept buffers back."""
+def forward_without_backward(stage: int) -> None:
+    """A forward whose result is dropped gives its kept buffers back; one that has no backward keeps nothing."""
     case = CASES["deep"]
-    model = zcompile.compile(case.build(), stage=2, backend="eager", verify="off")
+    model = zcompile.compile(case.build(), stage=stage, backend="eager", verify="off")
     buffers = model._session.runner.executor.buffers
     loss = case.loss(model(**case.data(0, this_rank())))
     assert buffers.live_bytes > 0
     del loss
     assert buffers.live_bytes == 0
+    with torch.no_grad():
+        loss = case.loss(model(**case.data(0, this_rank())))
+    assert buffers.live_bytes == 0
+    del loss
     case.loss(model(**case.data(0, this_rank()))).backward()
     assert buffers.live_bytes == 0
 
 
-def test_forward_without_backward(ranks: Pools) -> None:
-    ranks(2, forward_without_backward)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_forward_without_backward(ranks: Pools, stage: int) -> None:
+    ranks(2, forward_without_backward, stage=stage)
