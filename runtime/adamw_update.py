@@ -32,7 +32,8 @@ class Segments:
     """The flat memory that one update covers.
 
     Attributes:
-        param, grad: one arena each, same layout, same dtype.
+        param, grad: one arena each, same layout. Without ``grad`` every update is given its own: gradient memory comes and
+            goes, and must not be kept alive here.
         exp_avg, exp_avg_sq: flat state of the same dtype.
         max_exp_avg_sq: likewise, with ``amsgrad``.
         table: the pieces to update; starts are 256-byte aligned. Elements between logical parameters are zero in all
@@ -40,7 +41,7 @@ class Segments:
     """
 
     param: Tensor
-    grad: Tensor
+    grad: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
@@ -52,24 +53,29 @@ class Segments:
         return {}
 
     @cached_property
-    def operands(self) -> list[Operands]:
-        """Views of the pieces, none larger than ``CHUNK_ELEMENTS``."""
-        views: list[Operands] = []
+    def _views(self) -> list[tuple[slice, Tensor, Tensor, Tensor, Tensor | None]]:
+        """Pieces that are none larger than ``CHUNK_ELEMENTS``: where each lies in the arenas, and its views but the gradient."""
+        views = []
         for segment in self.table:
             for offset in range(0, segment.numel, CHUNK_ELEMENTS):
                 numel = min(CHUNK_ELEMENTS, segment.numel - offset)
                 p = slice(segment.param_start + offset, segment.param_start + offset + numel)
                 s = slice(segment.state_start + offset, segment.state_start + offset + numel)
                 maxima = None if self.max_exp_avg_sq is None else self.max_exp_avg_sq[s]
-                views.append((self.param[p], self.grad[p], self.exp_avg[s], self.exp_avg_sq[s], maxima))
+                views.append((p, self.param[p], self.exp_avg[s], self.exp_avg_sq[s], maxima))
         return views
+
+    def operands(self, grad: Tensor) -> Iterator[Operands]:
+        """The pieces with gradients from ``grad``."""
+        return ((param, grad[p], first, second, maxima) for p, param, first, second, maxima in self._views)
 
     @cached_property
     def _without_maxima(self) -> Segments:
         return self if self.max_exp_avg_sq is None else dataclasses.replace(self, max_exp_avg_sq=None)
 
     def __iter__(self) -> Iterator[Operands]:
-        return iter(self.operands)
+        assert self.grad is not None, "the update gives the gradients"
+        return self.operands(self.grad)
 
     def without_maxima(self) -> Segments:
         """The same memory for an update without ``amsgrad``."""
@@ -128,7 +134,10 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def update(
-    parts: Sequence[tuple[Segments, AdamWOptions]], scaling: Scaling = UNSCALED, copy_out: Tensor | None = None
+    parts: Sequence[tuple[Segments, AdamWOptions]],
+    scaling: Scaling = UNSCALED,
+    copy_out: Tensor | None = None,
+    grad: Tensor | None = None,
 ) -> None:
     """Update pieces of the same memory, each with its own options, in place.
 
@@ -139,11 +148,14 @@ def update(
         parts: pieces of the same five tensors.
         scaling: numbers that gradients are scaled by.
         copy_out: laid out like the parameters, of any dtype; gets the new values.
+        grad: the gradient arena, where the pieces have none.
     """
     if not parts:
         return
     memory = parts[0][0]
-    if memory.param.is_cuda and {memory.param.dtype, memory.grad.dtype} <= set(KERNEL_DTYPES):
+    grad = memory.grad if grad is None else grad
+    assert grad is not None, "gradients come with the pieces or with the update"
+    if memory.param.is_cuda and {memory.param.dtype, grad.dtype} <= set(KERNEL_DTYPES):
         from zcompile.runtime.kernels.adamw import Launch  # Triton is imported where it is used
 
         segments = tuple(part for part, _ in parts)
@@ -151,10 +163,10 @@ def update(
         if launch is None:
             launch = memory.launches[segments] = Launch(segments)
         launch.set_options([options for _, options in parts])
-        launch.run(scaling, copy_out)
+        launch.run(scaling, copy_out, grad)
         return
     for segments, options in parts:
-        adamw_(segments, options, scaling)
+        adamw_(segments.operands(grad), options, scaling)
         if copy_out is not None:
             for segment in segments.table:
                 piece = slice(segment.param_start, segment.param_start + segment.numel)

@@ -11,7 +11,8 @@ from torch import Tensor
 from zcompile.runtime import full as full_tensors
 from zcompile.runtime.adamw_update import Segment, Segments
 from zcompile.runtime.arenas import ArenaKey, aligned_zeros, detached_view
-from zcompile.runtime.shards import ParameterShards, local_of
+from zcompile.runtime.placed import local_of
+from zcompile.runtime.shards import ParameterShards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAXIMUM = "max_exp_avg_sq"
@@ -52,14 +53,16 @@ class MomentArena:
     So a run of neighbours is one run here as well. The gaps and padding rows stay zero: their gradients are.
 
     Attributes:
+        key: of the parameter arena, and of the gradient arena of the same layout.
         cells: by position, in the order of ``indices``.
         steps: one float32 on the CPU for each position.
     """
 
     def __init__(self, shards: ParameterShards, key: ArenaKey, indices: Sequence[int], *, amsgrad: bool) -> None:
         """Allocate zeros for parameters ``indices`` (rising in the parameter arena)."""
+        self.key = key
         self._param = shards.arenas()[key]
-        self._grad = shards.gradient_arenas()[key]
+        self._gradient_arenas = shards.gradients.arenas
         self._places = [place for i in indices if (place := shards.layout.places[i]) is not None]
         self._starts: list[int] = []
         size = 0
@@ -83,6 +86,11 @@ class MomentArena:
             view = detached_view(full_tensors.logical(spec, padded, shards.mesh.rank))
             seen[name] = shards.as_seen(spec, view)
         return seen
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient arena that exists now."""
+        return self._gradient_arenas[self.key]
 
     def advance(self, positions: list[int]) -> Iterator[tuple[float, tuple[int, ...]]]:
         """Count a step for these positions; yields (step, the positions that are there now), usually once."""
@@ -117,7 +125,7 @@ class MomentArena:
                     merged.append(Segment(place.start, start, place.extent))
             known = Segments(
                 self._param,
-                self._grad,
+                None,
                 self._flat["exp_avg"],
                 self._flat["exp_avg_sq"],
                 self._flat.get(MAXIMUM),

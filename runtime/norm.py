@@ -11,7 +11,8 @@ from zcompile import compat
 from zcompile.runtime.adamw_update import KERNEL_DTYPES
 from zcompile.runtime.arenas import ArenaKey
 from zcompile.runtime.mesh import Mesh
-from zcompile.runtime.shards import ParameterShards, local_of
+from zcompile.runtime.placed import local_of
+from zcompile.runtime.shards import ParameterShards
 
 
 @torch.no_grad()
@@ -75,10 +76,10 @@ def _split(shards: ParameterShards) -> tuple[list[int], list[int]]:
         grad = parameter.grad
         if grad is None:
             continue
-        if shards.is_flat(index, grad):
+        if shards.gradients.is_flat(index, grad):
             flat.append(index)
         else:
-            shards.checked_grad(index, grad)
+            shards.gradients.checked(index, grad)
             single.append(index)
     return flat, single
 

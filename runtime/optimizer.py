@@ -12,17 +12,27 @@ from torch.optim import Optimizer
 
 from zcompile.errors import OptimizerError
 from zcompile.runtime.adamw_update import AdamWOptions, adamw_, update
+from zcompile.runtime.gradients import Gradient
 from zcompile.runtime.moments import Cell, MomentArena
-from zcompile.runtime.shards import ParameterShards, Slot, local_of, placement_problem
+from zcompile.runtime.placed import local_of, placement_problem
+from zcompile.runtime.shards import ParameterShards, Slot
 
 
 class Member(NamedTuple):
-    """A parameter as it was when a plan was made: its gradient, and its state if that is flat."""
+    """A parameter as it was when a plan was made: whether it had a gradient and, as that was flat, where, and its state.
+
+    Gradients themselves are not kept: they come and go with the memory that they lie in.
+    """
 
     parameter: Tensor
-    grad: Tensor | None
-    state: dict[str, Any] | None
+    prepared: Sequence[Gradient | None] | None
+    place: int
+    state: dict[str, Any]
     seen: tuple[tuple[str, Tensor], ...]
+
+
+#: what a member without a gradient has in place of the rest
+NOTHING: tuple[None, int, dict[str, Any], tuple[()]] = (None, 0, {}, ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +55,13 @@ class Plan:
         """Whether gradients, state and options are those of the plan."""
         if self.options != (group["amsgrad"], group["eps"] != 0) or len(group["params"]) != len(self.members):
             return False
-        for parameter, (known, grad, entry, seen) in zip(group["params"], self.members, strict=True):
-            if parameter is not known or parameter.grad is not grad:
+        for parameter, (known, prepared, place, entry, seen) in zip(group["params"], self.members, strict=True):
+            grad = parameter.grad
+            if parameter is not known or (grad is None) != (prepared is None):
                 return False
-            if entry is not None:
-                if state.get(parameter) is not entry:
+            if prepared is not None:
+                gradient = prepared[place]
+                if gradient is None or gradient.tensor is not grad or state.get(parameter) is not entry:
                     return False
                 for key, tensor in seen:
                     if entry.get(key) is not tensor:
@@ -151,7 +163,7 @@ class AdamW(Optimizer):
             plan = self._plans.get(number)
             if plan is None or not plan.holds(group, self.state):
                 plan = self._make_plan(group)
-                if plan.single:  # gradients of their own must not be kept alive
+                if plan.single:  # it cannot tell when they become flat
                     self._plans.pop(number, None)
                 else:
                     self._plans[number] = plan
@@ -160,7 +172,8 @@ class AdamW(Optimizer):
                     [
                         (arena.segments(together, group["amsgrad"]), _options(group, count))
                         for count, together in arena.advance(positions)
-                    ]
+                    ],
+                    grad=arena.grad,
                 )
             for parameter in plan.single:
                 self._step_single(group, parameter)
@@ -169,7 +182,7 @@ class AdamW(Optimizer):
     def _make_plan(self, group: dict[str, Any]) -> Plan:
         """Sort a group's parameters by how they are updated, and give flat state to those that need it."""
         amsgrad = group["amsgrad"]
-        flat: list[Tensor] = []
+        flat: list[tuple[Tensor, Sequence[Gradient | None], int]] = []
         single: list[Tensor] = []
         homeless: list[tuple[Tensor, ParameterShards, int]] = []
         for parameter in group["params"]:
@@ -178,31 +191,27 @@ class AdamW(Optimizer):
                 continue
             # With eps == 0 the zeros outside the parameters would become 0/0: only logical rows may be touched then.
             found = Slot.of(parameter) if group["eps"] != 0 else None
-            if found is None or not found[0].is_flat(found[1], grad):
+            if found is None or not found[0].gradients.is_flat(found[1], grad):
                 problem = placement_problem(parameter, grad)
                 if problem:
                     raise OptimizerError(f"parameter of shape {list(parameter.shape)} {problem}")
                 single.append(parameter)
                 continue
-            flat.append(parameter)
+            shards, index = found
             cell = self._cells.get(parameter)
             if cell is None or not cell.serves(amsgrad):
-                homeless.append((parameter, *found))
+                homeless.append((parameter, shards, index))
             elif not cell.is_in(self.state[parameter]):
                 cell.take(self.state[parameter])
+            flat.append((parameter, shards.gradients.prepared, index))
         self._make_home(homeless, amsgrad)
         positions: dict[MomentArena, list[int]] = {}
-        for parameter in flat:
+        members = {parameter: Member(parameter, *NOTHING) for parameter in group["params"]}
+        for parameter, prepared, index in flat:
             cell = self._cells[parameter]
             positions.setdefault(cell.arena, []).append(cell.position)
-        in_flat = set(map(id, flat))
-        members = [
-            Member(
-                p, p.grad, *((self.state[p], tuple(self._cells[p].seen.items())) if id(p) in in_flat else (None, ()))
-            )
-            for p in group["params"]
-        ]
-        return Plan(members, list(positions.items()), single, (amsgrad, group["eps"] != 0))
+            members[parameter] = Member(parameter, prepared, index, self.state[parameter], tuple(cell.seen.items()))
+        return Plan(list(members.values()), list(positions.items()), single, (amsgrad, group["eps"] != 0))
 
     def _make_home(self, members: Sequence[tuple[Tensor, ParameterShards, int]], amsgrad: bool) -> None:
         """Flat state for these parameters, with the values that they have already."""

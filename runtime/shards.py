@@ -1,23 +1,22 @@
-"""The parameters of one compiled model: shards in flat arenas, the Parameters that users see, and their gradients."""
+"""The parameters of one compiled model: shards in flat arenas, and the Parameters that users see."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from zcompile import compat
 from zcompile.errors import ShardingError
 from zcompile.placement import ParamSpec
 from zcompile.runtime import full as full_tensors
-from zcompile.runtime.arenas import ArenaKey, ArenaLayout, aligned_zeros, allocate, detached_view
+from zcompile.runtime.arenas import ArenaKey, ArenaLayout, allocate, detached_view
+from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.placed import as_seen
 
 
 class Slot:
@@ -51,20 +50,12 @@ class Slot:
         return OrderedDict, ()  # nothing, in a form that torch.load(weights_only=True) takes
 
 
-@dataclass(frozen=True, eq=False)
-class Gradient:
-    """The gradient memory of one parameter: the padded shard and the tensor that becomes ``.grad``."""
-
-    padded: Tensor
-    tensor: Tensor
-
-
 class ParameterShards:
     """The parameters of one compiled model.
 
     Every shard is a padded, contiguous piece of a flat arena (one for each dtype and for trainable or frozen
-    parameters). Padding rows and the holes between shards are zero in parameters and gradients alike and stay so: norms
-    and optimizers run over flat memory.
+    parameters; several where there is much). Padding rows and the holes between shards are zero in parameters and gradients
+    alike and stay so: norms and optimizers run over flat memory.
 
     Attributes:
         specs: by canonical name, in the model's order.
@@ -73,6 +64,7 @@ class ParameterShards:
         parameters: by parameter index. DTensors where there is a process group, else plain tensors; views of the
             arenas.
         layout: where each shard lies in its arena.
+        gradients: their gradients, laid out alike.
     """
 
     def __init__(self, specs: Iterable[ParamSpec], mesh: Mesh) -> None:
@@ -98,12 +90,10 @@ class ParameterShards:
         self._specs = tuple(self.specs.values())
         self.layout = ArenaLayout(self._specs)
         self._arenas = allocate(self.layout.sizes, mesh.device)
-        self._padded = tuple(self._shard_memory(self._arenas, i) for i in range(len(self._specs)))
-        self._gradient_arenas: dict[ArenaKey, Tensor] = {}
-        self._gradients: list[Gradient | None] = [None] * len(self._specs)
-        self._holes: dict[ArenaKey, list[Tensor]] = {}
+        self._padded = tuple(self._shard_memory(i) for i in range(len(self._specs)))
         self._unfilled = set(range(len(self._specs)))
         self.parameters = [self._make_parameter(i) for i in range(len(self._specs))]
+        self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters)
 
     # Names and memory. ------------------------------------------------------------------------------------------------
 
@@ -193,16 +183,7 @@ class ParameterShards:
 
     def as_seen(self, spec: ParamSpec, local: Tensor) -> Tensor:
         """A logical local tensor as users see it: a DTensor over the same memory where there is a process group."""
-        if self.mesh.device_mesh is None:
-            return local
-        return DTensor.from_local(
-            local,
-            self.mesh.device_mesh,
-            [placement(spec)],
-            run_check=False,
-            shape=torch.Size(spec.shape),
-            stride=_contiguous_stride(spec.shape),
-        )
+        return as_seen(self.mesh, spec, local)
 
     def replace_parameter(self, index: int, parameter: nn.Parameter) -> None:
         """Let ``parameter``, whose memory is the shard already, be the one that users see."""
@@ -219,57 +200,34 @@ class ParameterShards:
         setattr(parameter, Slot.NAME, Slot(self, index))
         return parameter
 
-    def _shard_memory(self, arenas: Mapping[ArenaKey, Tensor], index: int) -> Tensor:
+    def _shard_memory(self, index: int) -> Tensor:
         spec, place = self._specs[index], self.layout.places[index]
         if place is None:
             return torch.empty(spec.padded_local_shape, dtype=spec.dtype, device=self.mesh.device)
-        return arenas[place.key][place.start : place.start + place.numel].view(spec.padded_local_shape)
+        return self._arenas[place.key][place.start : place.start + place.numel].view(spec.padded_local_shape)
 
     # Gradients. -------------------------------------------------------------------------------------------------------
 
-    def gradient(self, index: int) -> Gradient:
-        """The gradient memory of a parameter, allocated when first asked for.
-
-        Parameters that were trainable at compile time share flat arenas; one that was thawed later has memory of its
-        own.
-        """
-        known = self._gradients[index]
-        if known is not None:
-            return known
-        spec, place = self._specs[index], self.layout.places[index]
-        if place is None:
-            padded = torch.zeros(spec.padded_local_shape, dtype=spec.dtype, device=self.mesh.device)
-        elif place.key.trainable:
-            if place.key not in self._gradient_arenas:
-                self._gradient_arenas |= allocate({place.key: self.layout.sizes[place.key]}, self.mesh.device)
-            padded = self._shard_memory(self._gradient_arenas, index)
-        else:
-            memory = aligned_zeros(place.numel, spec.dtype, self.mesh.device)
-            padded = memory.view(spec.padded_local_shape)
-        view = detached_view(full_tensors.logical(spec, padded, self.mesh.rank))
-        gradient = Gradient(padded, self.as_seen(spec, view))
-        self._gradients[index] = gradient
-        return gradient
-
     def grad_local(self, name: str) -> Tensor:
-        """The padded shard of the gradient memory, whether or not ``.grad`` is set."""
-        return self.gradient(self.index(name)).padded
+        """The padded shard of the gradient memory: what ``.grad`` is, else memory that may be written, with any contents."""
+        return self.gradients.of(self._index[name]).padded
 
     def gradient_arenas(self) -> dict[ArenaKey, Tensor]:
-        """The flat gradient memory that exists so far, laid out as the parameters are."""
-        return dict(self._gradient_arenas)
+        """The flat gradient memory that exists now, laid out as the parameters are."""
+        return dict(self.gradients.arenas)
 
-    def is_flat(self, index: int, grad: Tensor | None) -> bool:
-        """Whether ``grad`` is the prepared gradient of a parameter and lies in a gradient arena."""
-        known = self._gradients[index]
-        place = self.layout.places[index]
-        return known is not None and known.tensor is grad and place is not None and place.key.trainable
+    def holes(self, key: ArenaKey) -> list[Tensor]:
+        """Views of what belongs to no gradient in a gradient arena: padding rows and gaps between shards."""
+        return self.gradients.holes(key)
+
+    def drop_gradients(self) -> None:
+        """Let go of gradient memory that no ``.grad`` uses, before a forward fills memory with activations."""
+        self.gradients.drop()
 
     def accumulate(self, name: str, shard: Tensor) -> None:
         """``accumulate_many`` of one."""
         self.accumulate_many([name], [shard])
 
-    @torch.no_grad()
     def accumulate_many(self, names: Sequence[str], shards: Sequence[Tensor]) -> None:
         """Add reduced gradients to ``.grad`` in place, as autograd's accumulation does.
 
@@ -283,97 +241,7 @@ class ParameterShards:
         Raises:
             ShardingError: the user's ``.grad`` is placed differently from the parameter.
         """
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-        added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for name, shard in zip(names, shards, strict=True):
-            index = self._index[name]
-            parameter = self.parameters[index]
-            gradient = self._gradients[index] or self.gradient(index)
-            grad = parameter.grad
-            if grad is None:
-                if shard.data_ptr() != gradient.padded.data_ptr():
-                    fresh[0].append(gradient.padded)
-                    fresh[1].append(shard)
-                parameter.grad = gradient.tensor
-            elif grad is gradient.tensor:
-                assert shard.numel() == 0 or shard.data_ptr() != gradient.padded.data_ptr(), "the sum was overwritten"
-                added[0].append(gradient.padded)
-                added[1].append(shard)
-            else:
-                added[0].append(local_of(self.checked_grad(index, grad)))
-                added[1].append(full_tensors.logical(self._specs[index], shard, self.mesh.rank))
-        if fresh[0]:
-            compat.foreach_copy(*fresh)
-        if added[0]:
-            compat.foreach_add(*added)
-
-    def checked_grad(self, index: int, grad: Tensor) -> Tensor:
-        """``grad`` if it is placed as its parameter is.
-
-        Raises:
-            ShardingError: it is not; torch itself would accept it and step with the wrong rows.
-        """
-        problem = placement_problem(self.parameters[index], grad)
-        if problem:
-            raise ShardingError(f"parameter {self.names[index]!r} {problem}")
-        return grad
-
-    def holes(self, key: ArenaKey) -> list[Tensor]:
-        """Views of what belongs to no gradient in a gradient arena: padding rows and gaps between shards."""
-        known = self._holes.get(key)
-        if known is not None:
-            return known
-        arena = self._gradient_arenas[key]
-        holes = []
-        for index, place in enumerate(self.layout.places):
-            if place is None or place.key != key:
-                continue
-            spec = self._specs[index]
-            if place.extent > place.numel:
-                holes.append(arena[place.start + place.numel : place.start + place.extent])
-            if spec.is_padded and spec.shard_dim is not None:
-                num_rows = spec.local_shape(self.mesh.rank)[spec.shard_dim]
-                padded = self._shard_memory(self._gradient_arenas, index)
-                holes.append(padded.narrow(spec.shard_dim, num_rows, spec.chunk - num_rows))
-        self._holes[key] = [hole for hole in holes if hole.numel()]
-        return self._holes[key]
-
-
-def placement(spec: ParamSpec) -> Placement:
-    """The DTensor placement of a parameter on the axis."""
-    return Replicate() if spec.shard_dim is None else Shard(spec.shard_dim)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def placement_problem(parameter: Tensor, grad: Tensor) -> str | None:
-    """Why ``grad`` cannot be the gradient of ``parameter``; None if it can."""
-    if grad.layout is not torch.strided:
-        return f"has a {grad.layout} gradient; dense gradients are supported (Embedding(sparse=False))"
-    if not isinstance(parameter, DTensor):
-        return None
-    if not isinstance(grad, DTensor):
-        return (
-            f"is a DTensor and its .grad is a plain tensor of shape {list(grad.shape)}; "
-            "assign a DTensor with the parameter's device_mesh and placements"
-        )
-    if grad.placements != parameter.placements or grad.device_mesh != parameter.device_mesh:
-        return (
-            f"is placed {parameter.placements} on {parameter.device_mesh} and its .grad {grad.placements} on "
-            f"{grad.device_mesh}; redistribute the gradient to the parameter's placements"
-        )
-    return None
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, strides = 1, []
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
+        self.gradients.accumulate([self._index[name] for name in names], shards)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from zcompile.errors import StateError
 from zcompile.placement import ParamSpec
 from zcompile.runtime import full as full_tensors
-from zcompile.runtime.shards import ParameterShards, local_of, placement
+from zcompile.runtime.placed import local_of, placement
+from zcompile.runtime.shards import ParameterShards
 
 #: optimizer state that is one number for a parameter, whatever the parameter's shape
 SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})

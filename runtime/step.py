@@ -51,6 +51,7 @@ class StepRunner:
         if step.backward is None:
             outputs, _ = self.run_forward(step, constants, inputs)
             return outputs
+        self.shards.drop_gradients()
         parameters = [self.shards.parameter(name) for name in step.trainable]
         outputs = _Step.apply(self, step, constants, len(inputs), self._probe, *inputs, *parameters)
         return list(outputs)

@@ -596,6 +596,34 @@ def move_tensor_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
+def lend(local: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callable[[], int]]:
+    """A tensor for users over the memory of ``local``, and a way to see whether they keep it.
+
+    Args:
+        local: has a storage of its own.
+        like: a DTensor that differs in nothing but its values, or a plain tensor.
+
+    Returns:
+        A DTensor (in a tenth of the time of ``DTensor.from_local``) or ``local`` itself; and a function that counts the
+        references to it, to ``local``, and from tensors to their memory. Whoever holds the tensor or a view of it adds to them.
+        It gives -1 when ``local`` was given other memory (its ``.data`` was assigned).
+    """
+    from torch.distributed.tensor import DTensor
+
+    tensor: Any = DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
+    inner: Any = local
+    address = local.data_ptr()
+
+    def num_references() -> int:
+        if inner.data_ptr() != address:
+            return -1
+        of_objects = sys.getrefcount(tensor) + sys.getrefcount(inner)
+        of_tensors = tensor._use_count() + inner._use_count()  # saved for a backward, say, or the .grad of something
+        return of_objects + of_tensors + torch._C._storage_Use_Count(inner.untyped_storage()._cdata)
+
+    return tensor, num_references
+
+
 # Self-test. -----------------------------------------------------------------------------------------------------------
 
 
@@ -729,6 +757,30 @@ def _check_tensor_lists() -> None:
     assert seen == ["hook", "post", "post"], f"moved hooks ran as {seen}"
 
 
+def _check_lending() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    like = DTensor.from_local(
+        torch.zeros(2, 3), mesh, [Shard(0)], run_check=False, shape=torch.Size((2, 3)), stride=(3, 1)
+    )
+    placed, _ = lend(torch.ones(2, 3), like)
+    assert isinstance(placed, DTensor) and placed.placements == like.placements and placed.device_mesh == mesh
+    assert placed.shape == like.shape and placed.to_local().sum() == 6 and not placed.requires_grad
+    lent, num_references = lend(torch.ones(2, 3), torch.zeros(2, 3))
+    free = num_references()
+    view, leaf = lent.view(-1), nn.Parameter(torch.zeros(2, 3))
+    assert num_references() > free, "a view is not counted"
+    del view
+    leaf.grad = lent
+    assert num_references() > free, "the .grad of a tensor is not counted"
+    leaf.grad = None
+    assert num_references() == free, f"{num_references()} references are left of {free}"
+    lent.data = torch.ones(2, 3)
+    assert num_references() == -1
+
+
 def _check_schemas() -> None:
     aten = torch.ops.aten
     assert shared_arguments(aten.view.default) == (("self",),) and shared_arguments(aten.mm.default) == ((),)
@@ -762,6 +814,7 @@ SELF_TESTS: dict[str, Callable[[], None]] = {
     "min-cut split": _check_split_and_inductor,
     "autograd hooks": _check_autograd,
     "tensor lists and moved hooks": _check_tensor_lists,
+    "lent tensors": _check_lending,
     "ranks": _check_ranks,
 }
 

@@ -8,14 +8,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zcompile.runtime.shards import ParameterShards, local_of
+from zcompile.runtime.placed import local_of
+from zcompile.runtime.shards import ParameterShards
 
 
 @dataclass(frozen=True)
 class Report:
     """Measured bytes of model states on this rank, with padding; ``*_total`` is the plain, unsharded model.
 
-    ``gathered_peak_bytes`` is the most that gathered parameters took at once.
+    ``gradient_bytes`` is what is alive: memory may outlive the ``.grad`` that used it, up to the next forward or, in a small
+    model, for good. ``gathered_peak_bytes`` is the most that gathered parameters took at once.
     """
 
     world_size: int
@@ -28,6 +30,7 @@ class Report:
     optimizer_bytes_total: int
     gathered_live_bytes: int
     gathered_peak_bytes: int
+    peer_bytes: int
     captures: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,14 +48,11 @@ class Report:
 
 def state_bytes(shards: ParameterShards) -> tuple[int, int, int, int]:
     """Bytes of (parameters, all parameters unsharded, gradients, all gradients unsharded) that exist now."""
-    params = sum(shards.local(name).nbytes for name in shards.specs)
-    grads = [(shards.parameter(n).grad, s) for n, s in shards.specs.items()]
-    present = [(g, s) for g, s in grads if g is not None]
     return (
-        params,
+        sum(shards.local(name).nbytes for name in shards.specs),
         sum(s.num_bytes for s in shards.specs.values()),
-        sum(s.padded_local_bytes for _, s in present),
-        sum(s.num_bytes for _, s in present),
+        shards.gradients.live_bytes(),
+        sum(s.num_bytes for n, s in shards.specs.items() if shards.parameter(n).grad is not None),
     )
 
 

@@ -141,8 +141,8 @@ class Launch:
             target = self._options = torch.empty(len(rows), NUM_OPTIONS, device=device)
         target.copy_(values.view(-1, NUM_OPTIONS), non_blocking=True)
 
-    def run(self, scaling: Scaling, copy_out: Tensor | None = None) -> None:
-        """Launch the update with the numbers written last."""
+    def run(self, scaling: Scaling, copy_out: Tensor | None = None, grad: Tensor | None = None) -> None:
+        """Launch the update with the numbers written last, and the gradients in ``grad`` or else in the parts' own arena."""
         memory, options, num_blocks = self._memory, self._options, self.block_segment.numel()
         assert options is not None, "options are set before a launch"
         if num_blocks == 0:
@@ -150,7 +150,7 @@ class Launch:
         with _on(memory.param.device):
             _adamw_kernel[(num_blocks,)](
                 memory.param,
-                memory.grad,
+                memory.grad if grad is None else grad,
                 memory.exp_avg,
                 memory.exp_avg_sq,
                 memory.exp_avg_sq if memory.max_exp_avg_sq is None else memory.max_exp_avg_sq,

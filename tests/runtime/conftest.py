@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.runtime.models import cut_into_chunks
+
 #: workers are forked from one clean process that has torch loaded
 WORKERS = multiprocessing.get_context("forkserver")
 WORKERS.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.checkpoint"])
@@ -64,6 +66,19 @@ def launch(tmp_path: Path) -> Launch:
         return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(world_size)]
 
     return run
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models are cut as large ones are: into chunks, whose gradients do not stay."""
+    cut_into_chunks(monkeypatch)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "chunks"])
+def both_sizes(request: pytest.FixtureRequest) -> None:
+    """Models as they are, and as large ones."""
+    if request.param:
+        request.getfixturevalue("large")
 
 
 @pytest.fixture

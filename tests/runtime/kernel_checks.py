@@ -4,6 +4,7 @@ and by tests/gpu on a GPU. Not collected by itself.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -145,6 +146,18 @@ def test_adamw_options_change_between_launches(device: torch.device) -> None:
         launch.set_options([options])
         launch.run(adamw_update.UNSCALED)
         torch.testing.assert_close(segments.param.double(), want.param, rtol=2e-6, atol=2e-7)
+
+
+def test_adamw_reads_the_gradients_that_a_launch_is_given(device: torch.device) -> None:
+    """They may lie elsewhere in every step."""
+    table = (Segment(64, 0, 300),)
+    segments = memory(device, table)
+    want = expected(segments, [(table, OPTIONS)], adamw_update.UNSCALED)
+    grad = segments.grad.clone()
+    launch = Launch((dataclasses.replace(segments, grad=None),), block=128)
+    launch.set_options([OPTIONS])
+    launch.run(adamw_update.UNSCALED, grad=grad)
+    torch.testing.assert_close(segments.param.double(), want.param, rtol=2e-6, atol=2e-7)
 
 
 def test_adamw_keeps_zeros_zero(device: torch.device) -> None:

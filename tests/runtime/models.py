@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -82,3 +83,9 @@ def set_gradients(model: nn.Module, gradients: dict[str, Tensor]) -> None:
     """The same gradients on a plain model."""
     for name, parameter in model.named_parameters():
         parameter.grad = gradients[name].clone() if name in gradients else None
+
+
+def cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model of a few hundred elements have several chunks, and drop its gradient memory, as a large one does."""
+    monkeypatch.setattr("zcompile.runtime.arenas.CHUNK_BYTES", 600)
+    monkeypatch.setattr("zcompile.runtime.gradients.KEEP_BYTES", 0)

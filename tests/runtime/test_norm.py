@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.conftest import Launch
-from tests.runtime.models import Odd, full_gradients, reduced, set_gradients, shard
+from tests.runtime.models import Odd, cut_into_chunks, full_gradients, reduced, set_gradients, shard
 from zcompile.errors import ShardingError
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.norm import clip_grad_norm_
@@ -36,6 +36,7 @@ def compare(mesh: Mesh, order: float, *, skip: tuple[str, ...] = (), max_norm: f
     return norm
 
 
+@pytest.mark.usefixtures("both_sizes")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("skip", [(), ("up.weight", "scale")])
 def test_equal_to_torch_on_one_process(order: float, skip: tuple[str, ...]) -> None:
@@ -89,7 +90,9 @@ def test_error_if_nonfinite() -> None:
         clip_grad_norm_(shards, mesh, 1.0, error_if_nonfinite=True)
 
 
-def on_ranks(rank: int, world_size: int) -> list[Tensor]:
+def on_ranks(rank: int, world_size: int, cut: bool) -> list[Tensor]:
+    if cut:
+        cut_into_chunks(pytest.MonkeyPatch())
     mesh = Mesh.create(device="cpu", timeout=20)
     norms = [compare(mesh, order) for order in ORDERS]
     norms.append(compare(mesh, 2.0, skip=("up.weight", "scale")))
@@ -126,6 +129,8 @@ def on_ranks(rank: int, world_size: int) -> list[Tensor]:
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_equal_to_torch_on_ranks(launch: Launch, world_size: int) -> None:
-    first, *others = launch(world_size, on_ranks)
+    first, *others = launch(world_size, on_ranks, False)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    for norms in launch(world_size, on_ranks, True):
+        torch.testing.assert_close(norms, first)

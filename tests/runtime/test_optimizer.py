@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.runtime.conftest import Launch
-from tests.runtime.models import Odd, full_gradients, reduced, set_gradients, shard
+from tests.runtime.models import Odd, cut_into_chunks, full_gradients, reduced, set_gradients, shard
 from zcompile.errors import OptimizerError
 from zcompile.runtime import full as full_tensors
 from zcompile.runtime.mesh import Mesh
@@ -46,6 +46,7 @@ class Pair:
     def step(self, seed: int, skip: tuple[str, ...] = ()) -> None:
         gradients = full_gradients(self.plain, seed, skip=skip)
         set_gradients(self.plain, gradients)
+        self.shards.drop_gradients()  # as a forward does
         self.shards.accumulate_many(*reduced(self.shards, gradients))
         self.theirs.step()
         self.ours.step()
@@ -87,6 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("both_sizes")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_equal_to_torch(options: dict[str, Any]) -> None:
     pair = Pair(Mesh.create(device="cpu"), **{k: v for k, v in options.items() if k != "foreach"})
@@ -104,6 +106,7 @@ def test_the_parameters_own_dtype(dtype: torch.dtype) -> None:
     assert pair.ours.state[pair.model.up.weight]["exp_avg"].dtype is dtype
 
 
+@pytest.mark.usefixtures("both_sizes")
 def test_parameters_without_a_gradient_are_skipped() -> None:
     pair = Pair(Mesh.create(device="cpu"))
     pair.step(0, skip=("up.weight", "nothing"))
@@ -126,6 +129,20 @@ def test_neighbours_are_updated_in_one_piece() -> None:
     assert len({cell.arena for cell in pair.ours._cells.values()}) == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"groups": True}], ids=["default", "amsgrad", "groups"])
+def test_chunks_change_no_bit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for cut in (False, True):
+        if cut:
+            cut_into_chunks(monkeypatch)
+        pair = Pair(Mesh.create(device="cpu"), **options)
+        for seed in range(4):
+            pair.step(seed, skip=("up.bias",) if seed == 1 else ())
+        assert (len({place.key for place in pair.shards.layout.places if place}) > 3) == cut  # frozen ones are one more
+        results.append([shards.clone() for shards in map(pair.shards.local, pair.shards.names)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_large_pieces_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zcompile.runtime.adamw_update.CHUNK_ELEMENTS", 100)
     pair = Pair(Mesh.create(device="cpu"), amsgrad=True)
@@ -134,6 +151,7 @@ def test_large_pieces_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     pair.check()
 
 
+@pytest.mark.usefixtures("both_sizes")
 def test_options_may_change_between_steps() -> None:
     pair = Pair(Mesh.create(device="cpu"))
     for seed in range(4):
@@ -148,6 +166,7 @@ def test_options_may_change_between_steps() -> None:
     pair.check()
 
 
+@pytest.mark.usefixtures("both_sizes")
 def test_a_gradient_of_the_users() -> None:
     pair = Pair(Mesh.create(device="cpu"))
     pair.step(0)
@@ -162,6 +181,7 @@ def test_a_gradient_of_the_users() -> None:
     pair.check()
 
 
+@pytest.mark.usefixtures("both_sizes")
 @pytest.mark.parametrize("distributed", [False, True])
 def test_state_goes_to_torch_and_comes_back(distributed: bool, request: pytest.FixtureRequest) -> None:
     if distributed:
@@ -214,6 +234,7 @@ def test_copies_start_from_the_same_state() -> None:
     pair.check()
 
 
+@pytest.mark.usefixtures("both_sizes")
 def test_a_group_added_later() -> None:
     pair = Pair(Mesh.create(device="cpu"))
     for optimizer, model in ((pair.ours, pair.model), (pair.theirs, pair.plain)):
@@ -271,7 +292,9 @@ def test_a_wrongly_placed_gradient_is_an_error() -> None:
         optimizer.step()
 
 
-def on_ranks(rank: int, world_size: int, options: dict[str, Any]) -> float:
+def on_ranks(rank: int, world_size: int, options: dict[str, Any], cut: bool) -> float:
+    if cut:
+        cut_into_chunks(pytest.MonkeyPatch())
     mesh = Mesh.create(device="cpu", timeout=20)
     pair = Pair(mesh, **options)
     for seed in range(3):
@@ -283,9 +306,10 @@ def on_ranks(rank: int, world_size: int, options: dict[str, Any]) -> float:
 @pytest.mark.dist
 @pytest.mark.parametrize("options", [{"groups": True}, {"amsgrad": True, "eps": 0.0}], ids=["groups", "no eps"])
 def test_equal_to_torch_on_ranks(launch: Launch, options: dict[str, Any]) -> None:
-    assert len(set(launch(3, on_ranks, options))) == 1
+    assert len(set(launch(3, on_ranks, options, False) + launch(3, on_ranks, options, True))) == 1
 
 
+@pytest.mark.usefixtures("both_sizes")
 def test_nothing_is_held_when_a_model_goes_away() -> None:
     import gc
     import weakref

@@ -187,7 +187,9 @@ def test_a_parameter_that_is_thawed_later_gets_gradient_memory_of_its_own() -> N
     value = torch.randn(shards.specs["frozen"].padded_local_shape)
     shards.accumulate("frozen", value)
     assert torch.equal(grad(shards, "frozen"), value[: len(grad(shards, "frozen"))])
-    assert not shards.is_flat(shards.index("frozen"), grad(shards, "frozen")) and shards.gradient_arenas() == {}
+    assert (
+        not shards.gradients.is_flat(shards.index("frozen"), grad(shards, "frozen")) and shards.gradient_arenas() == {}
+    )
 
 
 def test_a_gradient_that_the_user_assigned_is_added_to() -> None:
