@@ -51,9 +51,7 @@ def _all_gather_fake(shards: list[Tensor], axis: str, size: int) -> list[Tensor]
     return [s.new_empty((size * s.shape[0], *s.shape[1:])) for s in shards]
 
 
-def _reduce_scatter_fake(
-    tensors: list[Tensor], axis: str, size: int, dtype: torch.dtype | None = None
-) -> list[Tensor]:
+def _reduce_scatter_fake(tensors: list[Tensor], axis: str, size: int, dtype: torch.dtype | None = None) -> list[Tensor]:
     return [t.new_empty((t.shape[0] // size, *t.shape[1:]), dtype=dtype or t.dtype) for t in tensors]
 
 

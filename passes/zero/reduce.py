@@ -131,9 +131,7 @@ class _Reducer:
         ready = {key: max(self._ready(outputs[i][0]) for i in indices) for key, indices in groups.items()}
         for key in sorted(groups, key=lambda k: ready[k]):
             indices = groups[key]
-            reduced = self._reduce_unit(
-                key, [(outputs[i][0], self._param(outputs[i][1])) for i in indices], ready[key]
-            )
+            reduced = self._reduce_unit(key, [(outputs[i][0], self._param(outputs[i][1])) for i in indices], ready[key])
             for i, value in zip(indices, reduced, strict=True):
                 outputs[i] = (value, outputs[i][1])
         widened = [value for value, _ in self.graph.outputs if _is_widening(value)]

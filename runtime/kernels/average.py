@@ -1,6 +1,6 @@
 """The mean of what each rank sent, as a Triton kernel, beside its plain-torch reference."""
 # Triton's own types do not describe how kernels are launched or what they compute with.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

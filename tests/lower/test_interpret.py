@@ -43,7 +43,12 @@ def test_joint_graphs_compute_what_eager_pytorch_does(case: str) -> None:
         if kind == "mutation":
             torch.testing.assert_close(result, model.get_buffer(name))
         else:
-            torch.testing.assert_close(result, loss if isinstance(role, Output) else grads[name].grad)
+            want = loss if isinstance(role, Output) else grads[name].grad
+            assert want is not None
+            # What is added up in bfloat16 is off by roundings of its largest terms, in an order that depends on threads.
+            absolute = 2**-7 * want.abs().max().item() if want.dtype == torch.bfloat16 else 1e-5
+            relative = 0.016 if want.dtype == torch.bfloat16 else 1.3e-6
+            torch.testing.assert_close(result, want, rtol=relative, atol=absolute)
 
 
 def test_values_are_freed_after_their_last_use() -> None:
