@@ -1,12 +1,18 @@
-"""Programs that the processes of test_ranks.py run: ``python rank_programs.py SCENARIO RANK WORLD_SIZE INIT_METHOD TIMEOUT``."""
+"""Programs of the processes of test_ranks.py, and the server that forks these processes.
+
+``python rank_programs.py``: imports torch once, reads one request a line, and answers with how its processes ended. Each of
+them comes back from ``serve`` and ends as a program of its own does: by its last line, an exception or a signal.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -211,17 +217,17 @@ def two_models(model: Model) -> None:
     steps(model)
 
 
-def main() -> None:
-    scenario, rank, size, init_method, timeout = sys.argv[1:]
+def run(scenario: str, rank: int, world_size: int, init_method: str, timeout: float) -> None:
+    """What one process does."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=init_method,
-        rank=int(rank),
-        world_size=int(size),
+        rank=rank,
+        world_size=world_size,
         timeout=datetime.timedelta(seconds=120),
     )
-    model = Model(float(timeout))
+    model = Model(timeout)
     model.agreement.compare("start", scenario)
     begin = time.monotonic()
     try:
@@ -231,6 +237,54 @@ def main() -> None:
     model.close()
     dist.destroy_process_group()
     print("done")
+
+
+def serve() -> tuple[dict[str, Any], int] | None:
+    """Fork a process a rank for every request; returns in each of them (the request, its rank), and None at the end of input."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids = []
+        for rank in range(request["world_size"]):
+            pid = os.fork()
+            if not pid:
+                redirect(f"{request['folder']}/rank{rank}.log")
+                return request, rank
+            pids.append(pid)
+        print(json.dumps(ends(pids, request["stopped"], request["patience"])), flush=True)
+    return None
+
+
+def redirect(path: str) -> None:
+    """Give this process an input without a line and an output of its own."""
+    for number, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(path, os.O_WRONLY | os.O_CREAT))):
+        os.dup2(target, number)
+    os.dup2(1, 2)
+
+
+def ends(pids: list[int], stopped: int, patience: float) -> list[int | None]:
+    """The exit code of each process, -9 for one that was killed; None of one that had to be, as the stopped one has."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + patience
+    waiting = [pid for rank, pid in enumerate(pids) if rank != stopped]
+    while waiting and time.monotonic() < deadline:
+        time.sleep(0.02)
+        for pid in list(waiting):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                waiting.remove(pid)
+    for pid in pids:
+        if pid not in codes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [codes.get(pid) for pid in pids]
+
+
+def main() -> None:
+    process = serve()
+    if process is not None:
+        request, rank = process
+        run(request["scenario"], rank, request["world_size"], request["init_method"], request["timeout"])
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,48 +17,44 @@ pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30.0  # seconds from the start of a scenario within which every rank has its error
-PATIENCE = 150.0  # seconds for the whole run: imports and exits are slow on a busy machine
+PATIENCE = 150.0  # seconds for the whole run: exits are slow on a busy machine
 
 
 class Run:
-    """What the ranks of a scenario printed, how they ended and how long they took."""
+    """What the ranks of a scenario printed, how they ended and how long they took.
+
+    Args:
+        server: the process that forks the ranks.
+        stopped: a rank that does not end.
+    """
 
     def __init__(
-        self, scenario: str, tmp_path: Path, *, store: str, world_size: int, timeout: float, stopped: int = -1
+        self,
+        server: subprocess.Popen[str],
+        folder: Path,
+        scenario: str,
+        *,
+        store: str,
+        world_size: int,
+        timeout: float,
+        stopped: int = -1,
     ) -> None:
         if store == "tcp":
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 init_method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         else:
-            init_method = f"file://{tmp_path}/store"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        program = str(ROOT / "tests" / "dist" / "rank_programs.py")
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, program, scenario, str(rank), str(world_size), init_method, str(timeout)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-            )
-            for rank in range(world_size)
-        ]
-        begin = time.monotonic()
-        self.outputs: list[str] = []
-        try:
-            for rank, process in enumerate(self.processes):
-                if rank == stopped:
-                    self.outputs.append("")
-                    continue
-                left = PATIENCE - (time.monotonic() - begin)
-                self.outputs.append(process.communicate(timeout=max(1.0, left))[0])
-        finally:
-            for process in self.processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)
-                    process.wait()
-        self.codes = [process.returncode for process in self.processes]
+            init_method = f"file://{folder}/store"
+        request: dict[str, Any] = {"scenario": scenario, "world_size": world_size, "init_method": init_method}
+        request |= {"timeout": timeout, "stopped": stopped, "patience": PATIENCE, "folder": str(folder)}
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        self.codes: list[int | None] = json.loads(server.stdout.readline())
+        logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+        self.outputs = [log.read_text() if log.exists() else "" for log in logs]
+        late = [rank for rank, code in enumerate(self.codes) if code is None and rank != stopped]
+        assert not late, f"ranks {late} did not end:\n" + "\n".join(self.outputs)
 
     def seconds(self, rank: int) -> float:
         """How long the scenario itself took on a rank."""
@@ -68,6 +65,24 @@ class Run:
         """The last line of a rank's traceback, or all that it printed."""
         lines = [line for line in self.outputs[rank].splitlines() if "zcompile.errors." in line]
         return lines[-1] if lines else self.outputs[rank]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """The process that forks ranks."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(ROOT / "tests" / "dist" / "rank_programs.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        process.communicate()
+
+
+@pytest.fixture
+def run(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., Run]:
+    """``run(scenario, store=..., world_size=..., timeout=...)``."""
+    return lambda scenario, **options: Run(server, tmp_path, scenario, **options)
 
 
 def check_fails(run: Run, ranks: list[int], *texts: str, kind: str = "RankError") -> None:
@@ -92,79 +107,79 @@ def check_fails(run: Run, ranks: list[int], *texts: str, kind: str = "RankError"
         ("two_models", 2, "tcp"),
     ],
 )
-def test_ends_well(scenario: str, world_size: int, store: str, tmp_path: Path) -> None:
-    run = Run(scenario, tmp_path, store=store, world_size=world_size, timeout=20.0)
-    assert run.codes == [0] * world_size, "\n".join(run.outputs)
+def test_ends_well(scenario: str, world_size: int, store: str, run: Callable[..., Run]) -> None:
+    done = run(scenario, store=store, world_size=world_size, timeout=20.0)
+    assert done.codes == [0] * world_size, "\n".join(done.outputs)
 
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
-def test_another_text(store: str, tmp_path: Path) -> None:
-    run = Run("parameters", tmp_path, store=store, world_size=2, timeout=60.0)
-    check_fails(run, [0, 1], "rank 1 has 'b [4]' where rank 0 has 'b [3]' (line 2)", kind="RankMismatchError")
+def test_another_text(store: str, run: Callable[..., Run]) -> None:
+    done = run("parameters", store=store, world_size=2, timeout=60.0)
+    check_fails(done, [0, 1], "rank 1 has 'b [4]' where rank 0 has 'b [3]' (line 2)", kind="RankMismatchError")
 
 
-def test_absent(tmp_path: Path) -> None:
-    run = Run("absent", tmp_path, store="tcp", world_size=2, timeout=3.0)
-    check_fails(run, [0, 1], ": arrived: rank 0; missing: rank 1", kind="RankTimeoutError")
+def test_absent(run: Callable[..., Run]) -> None:
+    done = run("absent", store="tcp", world_size=2, timeout=3.0)
+    check_fails(done, [0, 1], ": arrived: rank 0; missing: rank 1", kind="RankTimeoutError")
 
 
 @pytest.mark.parametrize(("store", "world_size"), [("tcp", 2), ("file", 3)])
-def test_deviates(store: str, world_size: int, tmp_path: Path) -> None:
-    run = Run("deviates", tmp_path, store=store, world_size=world_size, timeout=60.0)
+def test_deviates(store: str, world_size: int, run: Callable[..., Run]) -> None:
+    done = run("deviates", store=store, world_size=world_size, timeout=60.0)
     text = "rank 1 waits to confirm call 5 as forward (eval)"
-    check_fails(run, list(range(world_size)), text, kind="RankMismatchError")
-    assert "waits in call 5, forward (train), for all_gather of layers.0" in run.text(0)
+    check_fails(done, list(range(world_size)), text, kind="RankMismatchError")
+    assert "waits in call 5, forward (train), for all_gather of layers.0" in done.text(0)
 
 
-def test_a_collective_that_others_do_not_make(tmp_path: Path) -> None:
-    run = Run("mixed", tmp_path, store="tcp", world_size=2, timeout=60.0)
-    check_fails(run, [0, 1], "ranks disagree about call 8", kind="RankMismatchError")
-    assert "clip_grad_norm_" in run.text(0) and "forward (train)" in run.text(1)
+def test_a_collective_that_others_do_not_make(run: Callable[..., Run]) -> None:
+    done = run("mixed", store="tcp", world_size=2, timeout=60.0)
+    check_fails(done, [0, 1], "ranks disagree about call 8", kind="RankMismatchError")
+    assert "clip_grad_norm_" in done.text(0) and "forward (train)" in done.text(1)
 
 
 @pytest.mark.parametrize(("store", "world_size"), [("tcp", 2), ("file", 3)])
-def test_raises(store: str, world_size: int, tmp_path: Path) -> None:
-    run = Run("raises", tmp_path, store=store, world_size=world_size, timeout=60.0)
+def test_raises(store: str, world_size: int, run: Callable[..., Run]) -> None:
+    done = run("raises", store=store, world_size=world_size, timeout=60.0)
     others = [rank for rank in range(world_size) if rank != 1]
-    check_fails(run, others, "rank 1 failed in call 4, forward (train), with ValueError: bad batch")
-    assert "ValueError: bad batch" in run.outputs[1]
+    check_fails(done, others, "rank 1 failed in call 4, forward (train), with ValueError: bad batch")
+    assert "ValueError: bad batch" in done.outputs[1]
 
 
-def test_caught(tmp_path: Path) -> None:
-    run = Run("caught", tmp_path, store="tcp", world_size=2, timeout=60.0)
-    check_fails(run, [0, 1], "rank 1 raised ValueError: bad batch in its user's code and makes no further call")
+def test_caught(run: Callable[..., Run]) -> None:
+    done = run("caught", store="tcp", world_size=2, timeout=60.0)
+    check_fails(done, [0, 1], "rank 1 raised ValueError: bad batch in its user's code and makes no further call")
 
 
 @pytest.mark.parametrize(("store", "world_size"), [("tcp", 2), ("file", 2), ("tcp", 3)])
-def test_killed(store: str, world_size: int, tmp_path: Path) -> None:
-    run = Run("killed", tmp_path, store=store, world_size=world_size, timeout=60.0)
+def test_killed(store: str, world_size: int, run: Callable[..., Run]) -> None:
+    done = run("killed", store=store, world_size=world_size, timeout=60.0)
     last = world_size - 1
-    check_fails(run, list(range(last)), f"rank {last} is gone: no sign of life")
+    check_fails(done, list(range(last)), f"rank {last} is gone: no sign of life")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_host_killed(world_size: int, tmp_path: Path) -> None:
-    run = Run("host_killed", tmp_path, store="tcp", world_size=world_size, timeout=60.0)
-    check_fails(run, list(range(1, world_size)), "rank 0, which hosts the store, is gone")
+def test_host_killed(world_size: int, run: Callable[..., Run]) -> None:
+    done = run("host_killed", store="tcp", world_size=world_size, timeout=60.0)
+    check_fails(done, list(range(1, world_size)), "rank 0, which hosts the store, is gone")
 
 
-def test_killed_before_vote(tmp_path: Path) -> None:
-    run = Run("killed_before_vote", tmp_path, store="file", world_size=3, timeout=60.0)
-    check_fails(run, [0, 2], "rank 1 is gone: no sign of life")
+def test_killed_before_vote(run: Callable[..., Run]) -> None:
+    done = run("killed_before_vote", store="file", world_size=3, timeout=60.0)
+    check_fails(done, [0, 2], "rank 1 is gone: no sign of life")
 
 
-def test_stopped(tmp_path: Path) -> None:
-    run = Run("stopped", tmp_path, store="tcp", world_size=2, timeout=60.0, stopped=1)
-    check_fails(run, [0], "rank 1 is gone: no sign of life")
+def test_stopped(run: Callable[..., Run]) -> None:
+    done = run("stopped", store="tcp", world_size=2, timeout=60.0, stopped=1)
+    check_fails(done, [0], "rank 1 is gone: no sign of life")
 
 
-def test_leaves(tmp_path: Path) -> None:
-    run = Run("leaves", tmp_path, store="tcp", world_size=2, timeout=60.0)
-    check_fails(run, [0], "rank 1 has ended: rank 0 ")
-    assert run.codes[1] == 0
+def test_leaves(run: Callable[..., Run]) -> None:
+    done = run("leaves", store="tcp", world_size=2, timeout=60.0)
+    check_fails(done, [0], "rank 1 has ended: rank 0 ")
+    assert done.codes[1] == 0
 
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
-def test_host_leaves(store: str, tmp_path: Path) -> None:
-    run = Run("host_leaves", tmp_path, store=store, world_size=2, timeout=60.0)
-    check_fails(run, [1], "rank 0, which hosts the store, is gone", "rank 0 has ended: rank 1 ")
+def test_host_leaves(store: str, run: Callable[..., Run]) -> None:
+    done = run("host_leaves", store=store, world_size=2, timeout=60.0)
+    check_fails(done, [1], "rank 0, which hosts the store, is gone", "rank 0 has ended: rank 1 ")
