@@ -210,7 +210,8 @@ def test_value_that_needs_gradients_written_to_a_buffer_is_refused() -> None:
     ],
 )
 def test_modules_with_running_statistics(make: Any, train: bool) -> None:
-    agree(make, X, calls=3, train=train, exact=False)
+    # In double precision: small batches cancel so much that two right results are further apart than float32's tolerance.
+    agree(lambda: make().double(), X.double(), calls=3, train=train, exact=False)
 
 
 def test_cumulative_batch_norm_is_refused() -> None:

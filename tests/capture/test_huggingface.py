@@ -17,63 +17,85 @@ G = torch.Generator().manual_seed(1)
 IDS = torch.randint(3, 64, (2, 10), generator=G)
 LABELS = IDS.masked_fill(torch.arange(10) < 3, -100)
 MASK = torch.ones(2, 10, dtype=torch.int64).masked_fill(torch.arange(10) > torch.tensor([[9], [6]]), 0)
-SMALL = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+SMALL = dict(vocab_size=64, hidden_size=16, num_attention_heads=2)
 
 
-def llama(**options: Any) -> nn.Module:
+def llama(layers: int = 1, **options: Any) -> nn.Module:
     config = transformers.LlamaConfig(
-        **SMALL, intermediate_size=24, num_key_value_heads=1, max_position_embeddings=32, **options
+        **SMALL,
+        num_hidden_layers=layers,
+        intermediate_size=24,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        **options,
     )
     return transformers.LlamaForCausalLM(config)
 
 
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+def tied_llama(layers: int) -> nn.Module:
+    return llama(layers, tie_word_embeddings=True)
+
+
+def llama_with_dropout(layers: int) -> nn.Module:
+    return llama(layers, attention_dropout=0.2)
+
+
+def gpt2(layers: int) -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=layers, n_head=2, n_positions=32)
     return transformers.GPT2LMHeadModel(config)
 
 
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(**SMALL, intermediate_size=24, max_position_embeddings=32)
+def bert_config(layers: int, **options: Any) -> Any:
+    return transformers.BertConfig(
+        **SMALL, num_hidden_layers=layers, intermediate_size=24, max_position_embeddings=32, **options
     )
 
 
-def bert_classifier() -> nn.Module:
-    config = transformers.BertConfig(**SMALL, intermediate_size=24, max_position_embeddings=32, num_labels=3)
-    return transformers.BertForSequenceClassification(config)
+def bert(layers: int) -> nn.Module:
+    return transformers.BertForMaskedLM(bert_config(layers))
 
 
-def t5() -> nn.Module:
+def bert_classifier(layers: int) -> nn.Module:
+    return transformers.BertForSequenceClassification(bert_config(layers, num_labels=3))
+
+
+def t5(layers: int) -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0
+        vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=layers, num_heads=2, decoder_start_token_id=0
     )
     return transformers.T5ForConditionalGeneration(config)
 
 
-def vit() -> nn.Module:
+def vit(layers: int) -> nn.Module:
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
     )
     return transformers.ViTForImageClassification(config)
 
 
-def mixtral() -> nn.Module:
+def mixtral(layers: int, experts: str = "batched_mm") -> nn.Module:
     config = transformers.MixtralConfig(
         **SMALL,
+        num_hidden_layers=layers,
         intermediate_size=24,
         num_key_value_heads=1,
         max_position_embeddings=32,
         num_local_experts=4,
         num_experts_per_tok=2,
-        experts_implementation="batched_mm",
+        experts_implementation=experts,
     )
     return transformers.MixtralForCausalLM(config)
 
 
-def lora() -> nn.Module:
+def lora(layers: int) -> nn.Module:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    return peft.get_peft_model(llama(), config)
+    return peft.get_peft_model(llama(layers), config)
 
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=G)
@@ -85,8 +107,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         dict(input_ids=IDS, labels=LABELS, position_ids=torch.arange(10).expand(2, 10) + 3),
     ),
     "llama without cache": (llama, dict(input_ids=IDS, labels=LABELS, use_cache=False)),
-    "llama tied": (lambda: llama(tie_word_embeddings=True), dict(input_ids=IDS, labels=LABELS)),
-    "llama with dropout": (lambda: llama(attention_dropout=0.2), dict(input_ids=IDS, labels=LABELS)),
+    "llama tied": (tied_llama, dict(input_ids=IDS, labels=LABELS)),
+    "llama with dropout": (llama_with_dropout, dict(input_ids=IDS, labels=LABELS)),
     "llama from embeddings": (llama, dict(inputs_embeds=torch.randn(2, 10, 16, generator=G), labels=LABELS)),
     "llama without labels": (llama, dict(input_ids=IDS)),
     "gpt2": (gpt2, dict(input_ids=IDS, labels=LABELS)),
@@ -98,6 +120,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (mixtral, dict(input_ids=IDS, labels=LABELS)),
     "lora": (lora, dict(input_ids=IDS, labels=LABELS)),
 }
+#: in training mode with two layers; what the others show beside these does not depend on depth
+DEEP = ("llama", "gpt2", "bert", "t5", "vit", "mixtral", "lora")
 
 
 def assert_close(have: Any, want: Any) -> None:
@@ -110,7 +134,12 @@ def assert_close(have: Any, want: Any) -> None:
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_model(case: str, train: bool) -> None:
-    make, batch = CASES[case]
+    make_layers, batch = CASES[case]
+    layers = 2 if train and case in DEEP else 1
+
+    def make() -> nn.Module:
+        return make_layers(layers)
+
     plain, model = build(make).train(train), compiled(make, verify="fast").train(train)
     outs = []
     for m in (plain, model):
@@ -126,7 +155,7 @@ def test_model(case: str, train: bool) -> None:
 
 
 def test_causal_masks_of_llama_are_recognised() -> None:
-    model = compiled(llama, verify="off")
+    model = compiled(lambda: llama(2), verify="off")
     model(input_ids=IDS)
     assert model._session.latest.captured.num_causal == 2
     model(input_ids=IDS, attention_mask=MASK)
@@ -172,8 +201,7 @@ def test_config_changed_between_calls() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(use_reentrant: bool) -> None:
-    plain = build(lambda: llama(attention_dropout=0.2))
-    made = build(lambda: llama(attention_dropout=0.2))
+    plain, made = (build(lambda: llama_with_dropout(2)) for _ in range(2))
     import zcompile
 
     for m in (plain, made):
@@ -199,14 +227,8 @@ def test_cache_as_argument_is_refused() -> None:
 
 
 def test_default_experts_are_refused() -> None:
-    def make() -> nn.Module:
-        config = transformers.MixtralConfig(
-            **SMALL, intermediate_size=24, num_key_value_heads=1, num_local_experts=4, experts_implementation="eager"
-        )
-        return transformers.MixtralForCausalLM(config)
-
     with pytest.raises(CaptureError, match=r"mixtral|moe|\.py:\d+"):
-        compiled(make, verify="off")(input_ids=IDS)
+        compiled(lambda: mixtral(1, experts="eager"), verify="off")(input_ids=IDS)
 
 
 def test_hidden_states_and_attentions() -> None:
