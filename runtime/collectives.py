@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from zcompile import compat
+from zcompile.errors import RankError
 from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.buffers import parts
 from zcompile.runtime.judge import Wait
@@ -20,7 +23,8 @@ from zcompile.runtime.peers import MIN_BYTES, PeerCopies
 
 BACKEND_GRACE = 120.0  # seconds by which the backend's own timeout comes after ours, which says more
 
-UNBLOCK_SECONDS = 60.0  # how long barriers are let go after the end of an agreement
+DRAIN_SECONDS = 4.0  # how long the device has to run out after the end of an agreement
+HEAD_START = 1.0  # of these, before the group is aborted: that may itself wait for the device
 
 OPS = {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
@@ -266,11 +270,21 @@ class Collectives:
         if group is None or self._closed:
             return
         if not self._on_host:
-            if self._peers is not None:  # first: what aborts a group may wait for the device
-                threading.Thread(target=_unblock, args=(self._peers,), daemon=True).start()
+            if self._peers is not None and not _drained(self._peers, HEAD_START):
+                threading.Thread(target=self._drain_or_exit, args=(self._peers,), daemon=True).start()
             compat.abort_group(group)
         elif self._unfinished:
             compat.keep_forever(group)
+
+    def _drain_or_exit(self, peers: PeerCopies) -> None:
+        """A device that never runs out would hold back whoever waits for it, and no exception reaches there: end the process."""
+        if _drained(peers, DRAIN_SECONDS):
+            return
+        try:
+            self._agreement.check()
+        except RankError as error:
+            print(f"{error}; the device does not answer any more, so this process ends", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 class _ConnectionBroke(Exception):
@@ -281,11 +295,14 @@ class _ConnectionBroke(Exception):
         self.error = error
 
 
-def _unblock(peers: PeerCopies) -> None:
-    """Keep letting barriers go on until the streams have run out: many may have been issued."""
-    end = time.monotonic() + UNBLOCK_SECONDS
-    while peers.unblock() and time.monotonic() < end:
+def _drained(peers: PeerCopies, seconds: float) -> bool:
+    """Let barriers go, of which many may have been issued, until the copies' streams have run out."""
+    end = time.monotonic() + seconds
+    while peers.unblock():
+        if time.monotonic() > end:
+            return False
         time.sleep(0.001)
+    return True
 
 
 class _DeviceWatch:

@@ -30,6 +30,9 @@ log = logging.getLogger("zcompile")
 #: smaller collectives cost the host more than they save the device
 MIN_BYTES = 48 << 20
 
+#: seconds by which a barrier's own end with an error comes after ours, which says more
+DEVICE_GRACE = 60.0
+
 #: most ranks: every rank copies from and to every other
 MAX_RANKS = 8
 
@@ -196,6 +199,10 @@ def connect(mesh: Mesh) -> PeerCopies | None:
     """
     if mesh.group is None or mesh.device.type != "cuda" or not 1 < mesh.size <= MAX_RANKS:
         return None
+
+    def share(num_bytes: int) -> SharedMemory:
+        return compat.SymmetricMemory(num_bytes, mesh.device, mesh.group, mesh.timeout + DEVICE_GRACE)
+
     able = os.environ.get("ZCOMPILE_PEER_COPIES") != "0"
     here = torch.tensor(_identity(mesh.device), dtype=torch.int64, device=mesh.device)
     everybody = torch.empty(mesh.size * here.numel(), dtype=torch.int64, device=mesh.device)
@@ -204,7 +211,7 @@ def connect(mesh: Mesh) -> PeerCopies | None:
     if not _all_agree(mesh, able and _reaches(mesh.device, rows)):
         return None
     try:
-        memory = compat.SymmetricMemory(ALIGNMENT_BYTES, mesh.device, mesh.group)
+        memory = share(ALIGNMENT_BYTES)
         memory.slabs[(mesh.rank + 1) % mesh.size].sum().item()
         worked = True
     except RuntimeError as error:
@@ -212,9 +219,7 @@ def connect(mesh: Mesh) -> PeerCopies | None:
         worked = False
     if not _all_agree(mesh, worked):
         return None
-    return PeerCopies(
-        mesh.rank, mesh.size, mesh.device, lambda num_bytes: compat.SymmetricMemory(num_bytes, mesh.device, mesh.group)
-    )
+    return PeerCopies(mesh.rank, mesh.size, mesh.device, share)
 
 
 def _identity(device: torch.device) -> list[int]:

@@ -470,7 +470,7 @@ class SymmetricMemory:
         slabs: by rank, flat uint8. This rank's own is memory of its own device.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, group: Any) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, group: Any, timeout: float) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
@@ -486,11 +486,15 @@ class SymmetricMemory:
             torch.ones(self._size, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
-        self._side = torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device, priority=-3)  # of a priority of its own: in no queue behind what waits
+        self._timeout_ms = int(min(timeout * 1e3, 2**31 - 1))
 
     def barrier(self) -> None:
-        """Let the current stream go on when the current streams of all ranks are here. Nothing waits on the host."""
-        self._handle.barrier(0)
+        """Let the current stream go on when the current streams of all ranks are here. Nothing waits on the host.
+
+        After ``timeout`` seconds the kernel that waits ends with an error of the device.
+        """
+        self._handle.barrier(0, self._timeout_ms)
 
     def unblock(self) -> None:
         """Let a barrier go on whatever the other ranks do. Only copies: loading a kernel may wait for those that run."""
@@ -612,16 +616,17 @@ def lend(local: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callabl
 
     tensor: Any = DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
     inner: Any = local
-    address = local.data_ptr()
+    address, memory = local.data_ptr(), local.untyped_storage()._cdata
 
     def num_references() -> int:
         if inner.data_ptr() != address:
             return -1
         of_objects = sys.getrefcount(tensor) + sys.getrefcount(inner)
         of_tensors = tensor._use_count() + inner._use_count()  # saved for a backward, say, or the .grad of something
-        return of_objects + of_tensors + torch._C._storage_Use_Count(inner.untyped_storage()._cdata)
+        of_memory = torch._C._storage_Use_Count(memory)  # still there: nothing else has its address
+        return of_objects + of_tensors + of_memory
 
-    return tensor, num_references
+    return tensor, num_references if address else lambda: 0  # without elements nothing can be overwritten
 
 
 # Self-test. -----------------------------------------------------------------------------------------------------------

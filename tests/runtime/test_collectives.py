@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,3 +50,59 @@ def test_sizes_and_reductions_are_checked(collectives: Collectives) -> None:
 def test_close_is_harmless(collectives: Collectives) -> None:
     collectives.close()
     collectives.close()
+
+
+# Copies that wait for a rank which is gone. ---------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, threading, time
+from types import SimpleNamespace
+import torch
+from zcompile import compat
+from zcompile.errors import RankError
+from zcompile.runtime import collectives as module
+from zcompile.runtime.agreement import Agreement
+
+left = int(sys.argv[1])
+log = []
+
+class Peers:
+    num_bytes = 0
+
+    def unblock(self):
+        global left
+        left -= 1
+        return left >= 0
+
+module.HEAD_START, module.DRAIN_SECONDS = 0.05, 0.2
+compat.abort_group = lambda group: log.append(("aborted", left))
+compat.set_group_timeout = lambda group, seconds: None
+agreement = Agreement(None, 0, 2)
+mesh = SimpleNamespace(size=2, rank=0, device=torch.device("cuda", 0), group=object())
+collectives = module.Collectives(mesh, agreement, Peers())
+agreement.fail(ValueError("bad batch"))
+assert len(log) == 1, log
+print("aborted", "after" if log[0][1] < 0 else "before", "the device ran out", flush=True)
+time.sleep(3)
+print("alive", flush=True)
+"""
+
+
+def broken(barriers: int) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(barriers)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_barriers_are_let_go_before_the_group_is_aborted() -> None:
+    end = broken(3)
+    assert end.stdout.splitlines() == ["aborted after the device ran out", "alive"], end.stdout + end.stderr
+    assert end.returncode == 0
+
+
+def test_a_device_that_never_runs_out_ends_the_process_with_the_reason() -> None:
+    """Whoever waits for the device cannot be reached by an exception."""
+    end = broken(10**9)
+    assert end.stdout.splitlines() == ["aborted before the device ran out"], end.stdout + end.stderr
+    assert end.returncode == 1
+    assert "ValueError: bad batch" in end.stderr and "does not answer any more" in end.stderr
