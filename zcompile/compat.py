@@ -805,6 +805,10 @@ def _check_ranks() -> None:
     for name in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "abort"):
         assert hasattr(ProcessGroup, name), f"ProcessGroup has no {name}"
     assert is_short_wait_over(RuntimeError("Operation timed out!"))
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    for name in ("empty_strided_p2p", "rendezvous", "get_buffer", "get_signal_pad", "barrier"):
+        assert hasattr(_SymmetricMemory, name), f"_SymmetricMemory has no {name}"
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     assert callable(_set_pg_timeout)
