@@ -16,10 +16,10 @@ from torch.distributed import ReduceOp
 
 from zcompile import compat
 from zcompile.errors import RankError
-from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.buffers import parts
-from zcompile.runtime.judge import Wait
 from zcompile.runtime.peers import MIN_BYTES, PeerCopies
+from zcompile.runtime.ranks.agreement import Agreement
+from zcompile.runtime.ranks.judge import Wait
 
 BACKEND_GRACE = 120.0  # seconds by which the backend's own timeout comes after ours, which says more
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile import compat
 from zcompile.errors import MeshError, RankTimeoutError
 from zcompile.runtime.direct import DirectCollectives, Starter
-from zcompile.runtime.judge import name_ranks
+from zcompile.runtime.ranks.judge import name_ranks
 
 #: the process-group backend of each device type
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}

@@ -12,10 +12,10 @@ from torch import Tensor
 from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
 from zcompile.program import Runnable, StepProgram
-from zcompile.runtime.agreement import Agreement, TextSequence
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.full import logical
+from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.shards import ParameterShards
 
 

@@ -20,7 +20,6 @@ from zcompile.module import CompiledModule
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec, choose_shard_dim
 from zcompile.runtime.adopt import adopt, install, sync_buffers
-from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives
 from zcompile.runtime.executor import Executor
@@ -28,6 +27,7 @@ from zcompile.runtime.fill import fill
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.peers import connect
+from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.shards import ParameterShards, Slot
 from zcompile.runtime.step import StepRunner
 from zcompile.session import Session, buffer_reader

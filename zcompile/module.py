@@ -18,7 +18,7 @@ from zcompile.pipeline import History, Pipeline
 from zcompile.report import Report, optimizer_bytes, state_bytes
 from zcompile.runtime import norm, state
 from zcompile.runtime.full import broadcast, broadcast_object
-from zcompile.runtime.sequence import TextSequence
+from zcompile.runtime.ranks.sequence import TextSequence
 from zcompile.runtime.shards import Slot
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zcompile.runtime.agreement import Agreement
 from zcompile.runtime.collectives import Collectives
+from zcompile.runtime.ranks.agreement import Agreement
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ import torch
 from zcompile import compat
 from zcompile.errors import RankError
 from zcompile.runtime import collectives as module
-from zcompile.runtime.agreement import Agreement
+from zcompile.runtime.ranks.agreement import Agreement
 
 left = int(sys.argv[1])
 log = []

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from zcompile.errors import RankError, RankMismatchError
-from zcompile.runtime.board import Board, Position, Vote
-from zcompile.runtime.history import Call
+from zcompile.runtime.ranks.board import Board, Position, Vote
+from zcompile.runtime.ranks.history import Call
 
 ROLL_INTERVAL = 2.0  # seconds between two roll calls of a waiting rank
 STEADY = 2.0  # seconds for which two ranks must stand still before they count as waiting for each other

@@ -10,12 +10,12 @@ from typing import Any
 
 from zcompile import errors
 from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
-from zcompile.runtime import exits
-from zcompile.runtime.board import Board, Failure, Position
-from zcompile.runtime.history import Call, History
-from zcompile.runtime.judge import ADVICE, Judge, Wait, first_difference
-from zcompile.runtime.sequence import Sequence, TextSequence, digest_of
-from zcompile.runtime.texts import name_difference
+from zcompile.runtime.ranks import exits
+from zcompile.runtime.ranks.board import Board, Failure, Position
+from zcompile.runtime.ranks.history import Call, History
+from zcompile.runtime.ranks.judge import ADVICE, Judge, Wait, first_difference
+from zcompile.runtime.ranks.sequence import Sequence, TextSequence, digest_of
+from zcompile.runtime.ranks.texts import name_difference
 
 PATIENCE = 1.5  # seconds of waiting before a rank asks where the others are
 SLICE = 0.2  # seconds that one try to finish a wait may block

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from zcompile.runtime.board import Board, Vote
-from zcompile.runtime.judge import first_difference, name_ranks
-from zcompile.runtime.sequence import digest_of
+from zcompile.runtime.ranks.board import Board, Vote
+from zcompile.runtime.ranks.judge import first_difference, name_ranks
+from zcompile.runtime.ranks.sequence import digest_of
 
 DETAILS = 10.0  # seconds to collect the texts that differ
 

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
-from zcompile.runtime.agreement import Agreement
-from zcompile.runtime.sequence import TextSequence
+from zcompile.runtime.ranks.agreement import Agreement
+from zcompile.runtime.ranks.sequence import TextSequence
 
 TRAIN = TextSequence.of("all_gather dp f32 [16, 8] layers.0.weight")
 EVAL = TextSequence.of("all_gather dp f32 [16, 8] layers.0.weight", "all_gather dp f32 [8] layers.0.bias")
@@ -341,7 +341,7 @@ def test_a_dropped_agreement_ends_its_thread() -> None:
 
 @pytest.mark.slow
 def test_a_silent_store_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zcompile.runtime.agreement.STORE_SILENCE", 2.0)
+    monkeypatch.setattr("zcompile.runtime.ranks.agreement.STORE_SILENCE", 2.0)
 
     class Silent(CountingStore):
         def add(self, key: str, amount: int) -> int:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from zcompile.runtime.history import History
+from zcompile.runtime.ranks.history import History
 
 
 def test_history_learns_any_loop() -> None:
@@ -28,7 +28,7 @@ def test_history_learns_any_loop() -> None:
 
 
 def test_history_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zcompile.runtime.history.MAX_NODES", 16)
+    monkeypatch.setattr("zcompile.runtime.ranks.history.MAX_NODES", 16)
     first, second = History(), History()
     for step in range(500):
         call = (str(step * step % 37), "")
