@@ -20,21 +20,27 @@ FIND_PYTHON = for python in python3 python3.13 python3.12 python3.11; do \
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-ranks test-rest gpu-test lint format install
+# Tests of ranks that disagree, die or leave: they wait for time limits and compute next to nothing.
+WAITS := tests/dist/test_ranks.py tests/dist/test_divergence.py tests/runtime/test_agreement.py
+
+.PHONY: demo test test-ranks test-waits test-rest gpu-test lint format install
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc_per_node=2 examples/train_lm.py --check $(ARGS)
 
-# Two halves at once, one a core: tests with ranks wait more than they compute. ARGS are options of pytest, such as --wide.
+# Three parts at once keep two cores busy. ARGS are options of pytest, such as --wide.
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-ranks test-rest
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-ranks test-waits test-rest
 
 test-ranks: $(READY)
-	$(PYTHON) -m pytest -m "not gpu" $(ARGS) tests/dist
+	$(PYTHON) -m pytest -m "not gpu" $(ARGS) $(WAITS:%=--ignore=%) tests/dist
+
+test-waits: $(READY)
+	$(PYTHON) -m pytest -m "not gpu" $(ARGS) $(WAITS)
 
 test-rest: $(READY)
-	$(PYTHON) -m pytest -m "not gpu" $(ARGS) --ignore tests/dist
+	$(PYTHON) -m pytest -m "not gpu" $(ARGS) $(WAITS:%=--ignore=%) --ignore tests/dist
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu tests $(ARGS)

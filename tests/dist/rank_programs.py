@@ -7,6 +7,7 @@ them comes back from ``serve`` and ends as a program of its own does: by its las
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import signal
@@ -241,6 +242,7 @@ def run(scenario: str, rank: int, world_size: int, init_method: str, timeout: fl
 
 def serve() -> tuple[dict[str, Any], int] | None:
     """Fork a process a rank for every request; returns in each of them (the request, its rank), and None at the end of input."""
+    gc.freeze()  # collections in the processes need not copy the pages of what was imported
     for line in sys.stdin:
         request = json.loads(line)
         pids = []

@@ -27,6 +27,7 @@ HEAVY = (
     "torch",
     "torch.distributed.tensor",
     "torch._dynamo.functional_export",
+    "torch._inductor.compile_fx",
     "zcompile",
     "zcompile.lower.inductor",
     "transformers.models.bert.modeling_bert",
@@ -40,6 +41,8 @@ def nursery(address: str, key: bytes) -> None:
     """Fork the workers of every (world_size, folder) that arrives; answer with their process ids."""
     for name in HEAVY:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the workers' collections need not walk over what was imported, nor copy its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
     parent = Client(address, authkey=key)
     pids: list[int] = []
