@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,14 @@ def compiled(model: nn.Module, **options: Any) -> Any:
     return zcompile.compile(model, **{"backend": "eager", "verify": "off", **options})
 
 
+def is_gone(memory: list[StorageWeakRef]) -> bool:
+    """Whether nobody keeps any of it. A thread of gloo may hold what it reduced in place for a moment after the wait."""
+    deadline = time.monotonic() + 10
+    while not all(m.expired() for m in memory) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return all(m.expired() for m in memory)
+
+
 def gradient_memory_goes(name: str, stage: int, ours: bool) -> None:
     case = CASES[name]
     with as_if_large():
@@ -50,7 +59,7 @@ def gradient_memory_goes(name: str, stage: int, ours: bool) -> None:
         memory: list[StorageWeakRef] = []
         for step in range(3):
             loss = case.loss(model(**case.data(step, this_rank())))
-            assert all(m.expired() for m in memory), "gradient memory outlives the start of a forward"
+            assert is_gone(memory), "gradient memory outlives the start of a forward"
             assert model.report().gradient_bytes == 0
             loss.backward()
             assert model.report().gradient_bytes == stored
