@@ -283,7 +283,8 @@ class Collectives:
         try:
             self._agreement.check()
         except RankError as error:
-            print(f"{error}; the device does not answer any more, so this process ends", file=sys.stderr, flush=True)
+            text = f"{type(error).__name__}: {error}; the device does not answer any more, so this process ends"
+            print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -105,4 +105,5 @@ def test_a_device_that_never_runs_out_ends_the_process_with_the_reason() -> None
     end = broken(10**9)
     assert end.stdout.splitlines() == ["aborted before the device ran out"], end.stdout + end.stderr
     assert end.returncode == 1
-    assert "ValueError: bad batch" in end.stderr and "does not answer any more" in end.stderr
+    assert "RankError: [rank 0 of 2]" in end.stderr and "ValueError: bad batch" in end.stderr
+    assert "does not answer any more" in end.stderr
