@@ -6,12 +6,13 @@ When a new torch changes one of them, ``python -m zcompile doctor`` (and the tes
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import fx, nn
 
 #: torch versions that the project is tested with; others get a warning from ``doctor``
 TESTED = ("2.11", "2.13")
+#: whether Dynamo traces ``copy.copy`` and ``copy.deepcopy``
+TRACES_COPIES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
 # Fake tensors. --------------------------------------------------------------------------------------------------------
@@ -74,6 +77,20 @@ def unflatten_node(like: Any, children: list[Any]) -> Any:
 
     node = _pytree.SUPPORTED_NODES[type(like)]
     return node.unflatten_fn(children, node.flatten_fn(like)[1])
+
+
+def copy_of(value: Any, attributes: tuple[str, ...]) -> Any:
+    """A shallow copy of a mapping or object, also inside a capture; ``attributes`` are the names in its ``__dict__``."""
+    if TRACES_COPIES or not torch.compiler.is_dynamo_compiling():
+        return copy.copy(value)
+    if isinstance(value, Mapping):
+        new = type(value)()
+        new.update(value)  # pyright: ignore[reportAttributeAccessIssue]
+        return new
+    new = object.__new__(type(value))
+    for name in attributes:
+        object.__setattr__(new, name, getattr(value, name))
+    return new
 
 
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
@@ -206,7 +223,8 @@ def aot_joint(stack: contextlib.ExitStack, module: fx.GraphModule, args: tuple[A
     """AOTAutograd's joint export with descriptors. Everything is fake until ``stack`` is closed."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with _without_mkldnn():  # its LSTM saves nothing for backward under no_grad, where graphs run
+    # mkldnn's LSTM saves nothing for backward under no_grad, where graphs run
+    with _without_mkldnn(), _right_lstm():
         return aot_export_joint_with_descriptors(stack, module, args, {}, decompositions=decompositions())
 
 
@@ -218,6 +236,24 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(was)
+
+
+@contextlib.contextmanager
+def _right_lstm() -> Iterator[None]:
+    """The decomposition of LSTMs gives hidden states of the right shape, which those of torch 2.11 have not."""
+    from torch._decomp import decompositions
+
+    original = decompositions.one_layer_lstm
+
+    def one_layer_lstm(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        out, states = original(inp, hidden, *args, **kwargs)
+        return out, tuple(state.reshape(before.shape) for state, before in zip(states, hidden, strict=True))
+
+    decompositions.one_layer_lstm = one_layer_lstm
+    try:
+        yield
+    finally:
+        decompositions.one_layer_lstm = original
 
 
 def aot_metadata(joint: Any) -> Any:
@@ -232,7 +268,9 @@ def decompositions() -> dict[Any, Any]:
 
     assert lowering is not None  # max_pool2d's decomposition reads torch._inductor.lowering without importing it
     with config.patch(fallback_random=True):
-        return dict(select_decomp_table())
+        table = dict(select_decomp_table())
+    table.pop(torch.ops.aten.rrelu_with_noise_functional.default, None)  # torch 2.11 leaves it in
+    return table
 
 
 def aot_descriptors() -> Any:
@@ -672,6 +710,15 @@ def _check_capture() -> None:
     )
 
 
+def _check_lstm() -> None:
+    from torch._decomp import decompositions
+
+    state, weights = torch.zeros(4, 2), [torch.ones(8, 3), torch.ones(8, 2)]
+    with _right_lstm():
+        _, states = decompositions.one_layer_lstm(torch.ones(5, 4, 3), (state, state), weights, False)
+    assert [s.shape for s in states] == [(4, 2)] * 2, f"the states of an LSTM are {[list(s.shape) for s in states]}"
+
+
 def _check_split_and_inductor() -> None:
     mode = new_fake_mode()
     with mode:
@@ -820,6 +867,7 @@ SELF_TESTS: dict[str, Callable[[], None]] = {
     "operators": _check_operators,
     "operator schemas": _check_schemas,
     "capture with descriptors": _check_capture,
+    "decomposition of LSTMs": _check_lstm,
     "min-cut split": _check_split_and_inductor,
     "autograd hooks": _check_autograd,
     "tensor lists and moved hooks": _check_tensor_lists,

@@ -571,7 +571,7 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "print of a tensor": (lambda f, x: (print(x), f(x))[1], "print"),
     "global": (lambda f, x: (_counts(), f(x))[1], "a global of tests.capture.test_calls"),
     "global list": (lambda f, x: (SEEN.append(1), f(x))[1], "SEEN"),
-    "class": (lambda f, x: (setattr(Log, "total", Log.total + 1), f(x))[1], "Log"),
+    "class": (lambda f, x: (setattr(Log, "total", Log.total + 1), f(x))[1], "Log|setattr"),
     "file": (lambda f, x: (open(__file__).close(), f(x))[1], "open"),
     "clock": (lambda f, x: (time.time(), f(x))[1], "time"),
 }

@@ -129,6 +129,7 @@ def t5() -> nn.Module:
             num_heads=2,
             dropout_rate=0,
             decoder_start_token_id=0,
+            use_cache=False,  # Dynamo of torch 2.11 does not trace the cache of T5
         )
     )
 

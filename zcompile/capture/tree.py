@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import enum
 from collections.abc import Mapping
@@ -87,10 +86,12 @@ class Container:
     Attributes:
         like: the container that was taken apart; a template for the new one.
         members: each member with the access that leads to it.
+        attributes: the names in its ``__dict__``.
     """
 
     like: Any
     members: tuple[tuple[Access, Structure], ...]
+    attributes: tuple[str, ...] = ()
 
     def key(self) -> Any:
         """A hashable description of the structure."""
@@ -124,7 +125,8 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure, list[Path]]:
         if members is None:
             return Constant(v)
         active.add(id(v))
-        result = Container(v, tuple((access, walk(member, (*path, access))) for access, member in members))
+        walked = tuple((access, walk(member, (*path, access))) for access, member in members)
+        result = Container(v, walked, tuple(getattr(v, "__dict__", ())))
         active.discard(id(v))
         return result
 
@@ -156,7 +158,7 @@ def build(structure: Structure, tensors: list[Any]) -> Any:
         return collections.defaultdict(like.default_factory, {key: v for (_, key), v in values.items()})
     if values and next(iter(values))[0] == "pytree":
         return compat.unflatten_node(like, list(values.values()))
-    return _rebuild_object(like, values)
+    return _rebuild_object(structure, values)
 
 
 def difference(old: Structure, new: Structure, path: Path = ()) -> Path | None:
@@ -202,9 +204,9 @@ def _members(v: Any) -> list[tuple[Access, Any]] | None:
     return None
 
 
-def _rebuild_object(like: Any, values: dict[Access, Any]) -> Any:
-    """A dataclass, mapping or plain object like ``like`` with new members."""
-    new = copy.copy(like)
+def _rebuild_object(structure: Container, values: dict[Access, Any]) -> Any:
+    """A dataclass, mapping or plain object like the one that was taken apart, with new members."""
+    new = compat.copy_of(structure.like, structure.attributes)
     for (kind, key), v in values.items():
         if kind == "attr":
             object.__setattr__(new, key, v)
