@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from zcompile import passes
 from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
-from zcompile.module import CompiledModule
+from zcompile.module import CompiledModule, leave
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec, choose_shard_dim
 from zcompile.runtime.accumulation import Accumulation
@@ -34,6 +36,10 @@ from zcompile.runtime.step import StepRunner
 from zcompile.session import Session, buffer_reader
 
 _names = itertools.count()
+
+#: process groups of models that nobody has any more; they are given back at the next ``compile``, as the garbage collector
+#: comes at any moment, and a group of gloo keeps threads busy as long as it exists
+_abandoned: list[Callable[[], None]] = []
 
 
 def compile(
@@ -123,6 +129,8 @@ def compile(
         max_captures=max_captures,
         sync_init=sync_init,
     )
+    while _abandoned:
+        _abandoned.pop()()
     place = Mesh.create(mesh, device=_device(model), timeout=timeout)
     chosen = _pipeline(config, pipeline, place)
     label = f"{type(model).__name__.lower()}"
@@ -169,6 +177,8 @@ def _take_over(
     watch_optimizers(shards, accumulation)
     executor = Executor(shards, collectives, Buffers(mesh.device), accumulation)
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
+    if mesh.is_distributed:
+        weakref.finalize(runner, _abandoned.append, partial(leave, collectives, agreement, mesh)).atexit = False
 
     def param_type(name: str) -> ParamType:
         spec = shards.specs[name]

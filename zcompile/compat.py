@@ -139,9 +139,15 @@ def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] 
         "ignore_logging_functions": logging_calls,
         "allow_rnn": True,
     }
+    names = type(module).forward.__globals__
+    known = set(names)
     with config.patch(options), _quiet("torch._dynamo.metrics_context"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        captured = dynamo_graph_capture_for_export(module)(*args)
+        try:
+            captured = dynamo_graph_capture_for_export(module)(*args)
+        finally:
+            for name in names.keys() - known:  # Dynamo leaves what it compiled there, which holds the module for good
+                del names[name]
     for warning in caught:
         text = str(warning.message)
         if "found certain side effects" not in text:

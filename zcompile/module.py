@@ -17,7 +17,10 @@ from zcompile.errors import ConfigError, ShardingError, StateError
 from zcompile.pipeline import History, Pipeline
 from zcompile.report import Report, optimizer_bytes, state_bytes
 from zcompile.runtime import norm, state
+from zcompile.runtime.collectives import Collectives
 from zcompile.runtime.full import broadcast, broadcast_object
+from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.ranks.sequence import TextSequence
 from zcompile.runtime.shards import Slot
 from zcompile.session import Session
@@ -314,10 +317,15 @@ def unwrap(model: CompiledModule) -> nn.Module:
         put_full(model.original, runner.shards)
     for parameter in runner.shards.parameters:
         vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
-    runner.executor.collectives.close()
-    runner.agreement.close()
-    runner.shards.mesh.close()
+    leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
     return model.original
+
+
+def leave(collectives: Collectives, agreement: Agreement, mesh: Mesh) -> None:
+    """Give back what joins a model's ranks. Harmless when called twice."""
+    collectives.close()
+    agreement.close()
+    mesh.close()
 
 
 def _is_own_shard(value: Any, parameter: nn.Parameter) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -216,3 +218,17 @@ def test_optimizers_train_it(name: str) -> None:
             each.zero_grad()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unwrapped", [False, True])
+def test_nothing_keeps_a_model_that_nobody_has(unwrapped: bool) -> None:
+    model = compiled(Net)
+    optimizer = zcompile.optim.AdamW(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    alive = [weakref.ref(x) for x in (model, model.original, model.original.layers, model._session.runner.shards)]
+    if unwrapped:
+        zcompile.unwrap(model)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * len(alive)

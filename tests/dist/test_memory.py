@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +194,34 @@ def forward_without_backward(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_forward_without_backward(ranks: Pools, stage: int) -> None:
     ranks(2, forward_without_backward, stage=stage)
+
+
+def nothing_stays(stage: int) -> None:
+    case = CASES["mlp"]
+    model = zcompile.compile(case.build(), stage=stage, backend="eager")
+    train(model, case, optimizer=zcompile.optim.AdamW(model.parameters()), steps=2)
+    alive = [weakref.ref(x) for x in (model, model.original, model._session.runner.shards)]
+    del model
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * len(alive)
+
+
+def threads_go(stage: int) -> None:
+    """A model that is dropped gives its process group and its threads back when the next one is compiled."""
+    case, counts = CASES["mlp"], []
+    for _ in range(4):
+        model = zcompile.compile(case.build(), stage=stage, backend="eager")
+        train(model, case, optimizer=adamw(model), steps=1)
+        del model
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    assert max(counts[1:]) <= counts[0] + 1, counts
+
+
+def test_models_that_come_and_go_leave_no_threads(ranks: Pools) -> None:
+    ranks(2, threads_go, stage=3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nothing_keeps_a_model_that_nobody_has(ranks: Pools, stage: int) -> None:
+    ranks(2, nothing_stays, stage=stage)

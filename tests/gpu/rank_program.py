@@ -6,6 +6,7 @@ Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``, with ``:peers``
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -130,6 +131,7 @@ def stage(device: torch.device, backend: str, number: str, precision: str, way: 
 
 def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
     """What a larger model holds and takes at most, after two steps; interpreted, to be quick."""
+    gc.collect()  # models of other jobs are parts of cycles
     model, optimizer = compiled(LARGE, device, "eager", int(number), None)
     train(model, optimizer, model.clip_grad_norm_, LARGE, range(RANK, RANK + 1), device, steps=2)
     on_gpu = device.type == "cuda"
