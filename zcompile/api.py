@@ -146,6 +146,7 @@ def _take_over(
     collectives = Collectives(mesh, agreement, connect(mesh))
     if mesh.is_distributed:
         mesh.starter = collectives  # what the shards gather and broadcast is watched, too
+    mesh.agreement = agreement
     shards = ParameterShards(specs, mesh)
     named = dict(model.named_parameters(remove_duplicate=False))
     replaced = adopt(shards, {s.name: named[s.name] for s in specs}, sync_init=config.sync_init)

@@ -18,7 +18,6 @@ from zcompile.pipeline import History, Pipeline
 from zcompile.report import Report, optimizer_bytes, state_bytes
 from zcompile.runtime import norm, state
 from zcompile.runtime.full import broadcast, broadcast_object
-from zcompile.runtime.ranks.sequence import TextSequence
 from zcompile.runtime.shards import Slot
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
@@ -118,7 +117,7 @@ class CompiledModule(nn.Module):
 
     def _announce(self, what: str) -> None:
         """Agree with the other ranks on a collective outside of the graphs, before it starts."""
-        self._session.runner.agreement.event(what, TextSequence.of(what))
+        self._session.runner.shards.mesh.announce(what)
 
     # State. -----------------------------------------------------------------------------------------------------------
 
