@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,12 @@ UNSUPPORTED = {
     "Rprop": "it indexes with masks, which DTensors do not support",
     "SparseAdam": "it needs sparse gradients",
 }
+
+#: torch's scalers that look at the gradients of one rank (FSDP's ShardedGradScaler asks all ranks)
+LOCAL_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler)
+
+#: between a scaler's step and the check are its own helper, torch's hooks, a scheduler's counter and perhaps a wrapper or two
+MAX_CALLERS = 16
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -46,14 +53,52 @@ def check_optimizer(optimizer: Optimizer) -> None:
             )
 
 
-def watch_optimizers(shards: ParameterShards) -> None:
-    """Run ``check_optimizer`` before every ``step`` of any torch optimizer, for as long as ``shards`` lives.
+def check_scaler(optimizer: Optimizer) -> None:
+    """Refuse a step that torch's own gradient scaler makes on sharded parameters.
 
-    torch offers this hook for the whole process; it costs one look at the optimizer's class.
+    It looks for overflows in the gradients of this rank, and asks the other ranks only if the first gradient of its list is
+    sharded: behind a small replicated parameter, some ranks would make a step that others skip, and no error would show it.
+    Only exact torch classes are known; a subclass is its author's business.
+
+    Raises:
+        OptimizerError: names the scaler, a parameter and what to use instead. As no rank can step, parameters stay the same.
+    """
+    scaler = _torch_scaler()
+    if scaler is None or not scaler.is_enabled():
+        return
+    for shards, index in _managed(optimizer):
+        if shards.mesh.size > 1 and shards.spec(index).is_sharded:
+            error = OptimizerError(
+                f"torch.amp.GradScaler steps the sharded parameter {shards.names[index]!r}: it decides on each rank by itself "
+                "whether gradients overflow; use zcompile.GradScaler, which takes the same arguments and states"
+            )
+            if shards.mesh.agreement is not None:
+                shards.mesh.agreement.raised(error)
+            raise error
+
+
+def _torch_scaler() -> torch.amp.GradScaler | None:
+    """The scaler of torch whose ``step`` is running now, found among the nearest callers."""
+    frame = inspect.currentframe()
+    for _ in range(MAX_CALLERS):
+        if frame is None:
+            return None
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler = frame.f_locals["self"]
+            return scaler if type(scaler) in LOCAL_SCALERS else None
+        frame = frame.f_back
+    return None
+
+
+def watch_optimizers(shards: ParameterShards) -> None:
+    """Run ``check_optimizer`` and ``check_scaler`` before every ``step`` of any torch optimizer, for as long as ``shards`` lives.
+
+    torch offers this hook for the whole process; it costs one look at the optimizer's class and one at each near caller.
     """
 
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_optimizer(optimizer)
+        check_scaler(optimizer)
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(shards, handle.remove)
