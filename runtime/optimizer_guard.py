@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile.errors import OptimizerError
+from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import Replaced
 from zcompile.runtime.shards import ParameterShards, Slot
 
@@ -90,18 +91,42 @@ def _torch_scaler() -> torch.amp.GradScaler | None:
     return None
 
 
-def watch_optimizers(shards: ParameterShards) -> None:
-    """Run ``check_optimizer`` and ``check_scaler`` before every ``step`` of any torch optimizer, for as long as ``shards`` lives.
+def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> None:
+    """Check every ``step`` of any torch optimizer, for as long as ``shards`` lives: ``check_optimizer``, ``check_scaler``, and
+    that no gradient of its parameters was added up without having come to ``.grad``.
 
     torch offers this hook for the whole process; it costs one look at the optimizer's class and one at each near caller.
     """
+    shards.accumulation = accumulation
+    watched = weakref.ref(shards)
 
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_optimizer(optimizer)
         check_scaler(optimizer)
+        if accumulation.names() and (mine := watched()) is not None:
+            check_complete(optimizer, mine)
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(shards, handle.remove)
+
+
+def check_complete(optimizer: Optimizer, shards: ParameterShards) -> None:
+    """Refuse a step that would leave gradients behind.
+
+    Raises:
+        OptimizerError: names a parameter, and the ways to complete its gradient.
+    """
+    accumulation = shards.accumulation
+    names = [] if accumulation is None else accumulation.names()
+    mine = {owner.names[index] for owner, index in _managed(optimizer) if owner is shards} if names else ()
+    missed = [name for name in names if name in mine]
+    if accumulation is not None and missed:
+        window = f", {accumulation.position} of {accumulation.steps} of the declared window" * (accumulation.steps > 1)
+        raise OptimizerError(
+            f"optimizer {type(optimizer).__name__} would step without the gradients of {len(missed)} parameters ('{missed[0]}' "
+            f"first) that backward calls left out of .grad{window}; step after a backward outside of no_sync that ends the "
+            "window, call model.sync_gradients() first, or model.zero_grad() to drop them"
+        )
 
 
 def repoint(shards: ParameterShards, replaced: Replaced) -> int:

@@ -322,6 +322,32 @@ def test_clipping_names_what_is_not_finite(ranks: Pools, stage: int) -> None:
     assert first == second and "the gradient of parameter 'middle.weight' is not finite" in first
 
 
+def windows(stage: int) -> None:
+    """Gradients of several backward calls under one scale; half of a window cannot be unscaled, as the rest would stay scaled."""
+    model, plain = compiled(stage, gradient_accumulation_steps=2), compiled(stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scaler = zcompile.GradScaler(hysteresis=1, init_scale=8.0)
+    scaler.scale(model(mine(0))["loss"]).backward()
+    if stage == 0:  # which keeps gradients until the window ends
+        with pytest.raises(OptimizerError, match=r"left out of \.grad"):
+            scaler.unscale_(optimizer)
+    scaler.scale(model(mine(1))["loss"]).backward()
+    scaler.unscale_(optimizer)
+    for step in range(2):
+        plain(mine(step))["loss"].backward()
+    want = full_gradients(plain)
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, want[name])
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.step_was_skipped
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_accumulation_windows(ranks: Pools, stage: int) -> None:
+    ranks(2, windows, stage=stage)
+
+
 # Odd ranks. -----------------------------------------------------------------------------------------------------------
 
 
