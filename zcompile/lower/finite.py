@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -167,6 +167,8 @@ class _Site:
         constant: set[fx.Node] = set()
         for node, value, origin in zip(self.region.inputs, given, self.origins, strict=True):
             found[node] = _look(value, not isinstance(origin, (Param, Kept, Tangent)))
+            if isinstance(origin, Param):
+                found[node] = dataclasses.replace(found[node], numel=math.prod(origin.shape))  # without padding
             if not _is_floating(value):
                 constant.add(node)
 
@@ -194,8 +196,12 @@ class _Site:
     def _start(self) -> str:
         return f"{self.watch.prefix}{self.direction}: "
 
+    def _place(self, node: fx.Node) -> tuple[str, str]:
+        """The source line and the submodule of a node."""
+        return self.places.get(node, (meta.source(node), meta.module(node)))
+
     def _where(self, node: fx.Node) -> str:
-        source, module = self.places.get(node, (meta.source(node), meta.module(node)))
+        source, module = self._place(node)
         units = dict.fromkeys(o.unit for o in self.origins if isinstance(o, Param) and o.unit)
         text = f" in module '{module}'" if module else ""
         text += f" at {source}" if source else ""
@@ -210,7 +216,8 @@ class _Site:
             wrong: the nodes that matter, in order.
         """
         if node.op == "placeholder":
-            reader = next((n for n in wrong if node in n.all_input_nodes), None)
+            readers = [n for n in wrong if n.op != "placeholder" and node in _ancestors([n])]
+            reader = next((n for n in readers if self._place(n)[0]), readers[0] if readers else None)
             text = f"{self._name(node)} has {found[node]}"
             if reader is not None:
                 text += f", which {operator_name(reader.target)} reads{self._where(reader)}"
@@ -225,11 +232,15 @@ class _Site:
         at = nodes.index(node)
         device = next((v.device.type for n in nodes for v in tensors(meta.value(n)) if v.device.type != "cpu"), "cpu")
         lines = [
-            f"  {'>' if n is node else ' '} {print_node(n, device)}"
+            f"  {'>' if n is node else ' '} {self._line(n, device)}"
             for n in nodes[max(0, at - WINDOW) : at + WINDOW + 1]
             if n.op != "output"
         ]
         raise NonFiniteError("\n".join([self._start() + text, *lines]))
+
+    def _line(self, node: fx.Node, device: str) -> str:
+        line = print_node(node, device)
+        return f"{line.rpartition(' = ')[0]} = {self._name(node)}" if node.op == "placeholder" else line
 
     def _name(self, node: fx.Node) -> str:
         """A value, as the user knows it."""
@@ -313,7 +324,7 @@ def _literals(arg: Any) -> Iterator[float]:
             yield from _literals(each)
 
 
-def _ancestors(nodes: Iterator[fx.Node]) -> set[fx.Node]:
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """These nodes and all that they are computed from."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
