@@ -135,6 +135,22 @@ def test_the_argument(bad: float, text: str, how: str) -> None:
     assert first.startswith(f"forward: argument {name} has {text} in 8 values, which aten.mul.Tensor reads at "), first
 
 
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, there: Tensor) -> Tensor:
+        kept = torch.where(there, x, 1.0)
+        return (kept * self.scale).log()  # PADDED
+
+
+def test_an_argument_that_is_masked_is_not_blamed() -> None:
+    x, there = torch.tensor([1.0, math.nan, -2.0, 3.0]), torch.tensor([True, False, True, True])
+    first, *_ = message(lambda: compiled(Padded())(x, there))
+    assert first.startswith("forward: aten.log gives 1 nan in 4 values") and line_of("PADDED") in first
+
+
 def test_the_gradient_that_arrives() -> None:
     x, y = data()
     loss = compiled()(x, y)["loss"]

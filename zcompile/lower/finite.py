@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -147,8 +147,8 @@ class _Site:
         bad = [index for index, each in enumerate(real) if each.is_bad or (each.num_inf and index in self.strict)]
         if not bad:
             return
-        behind = _ancestors(nodes[index] for index in bad)
-        wrong = [node for node in self.region.fx.nodes if node in behind and node in found and found[node].num_bad]
+        behind = _causes([nodes[index] for index in bad], found)
+        wrong = [node for node in self.region.fx.nodes if node in behind]
         suspects = [node for node in wrong if found[node].is_bad]
         if suspects:
             self._raise(suspects[0], found, suspects)
@@ -216,7 +216,7 @@ class _Site:
             wrong: the nodes that matter, in order.
         """
         if node.op == "placeholder":
-            readers = [n for n in wrong if n.op != "placeholder" and node in _ancestors([n])]
+            readers = [n for n in wrong if n.op != "placeholder" and node in _causes([n], found)]
             reader = next((n for n in readers if self._place(n)[0]), readers[0] if readers else None)
             text = f"{self._name(node)} has {found[node]}"
             if reader is not None:
@@ -324,13 +324,13 @@ def _literals(arg: Any) -> Iterator[float]:
             yield from _literals(each)
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are computed from."""
-    found: set[fx.Node] = set()
+def _causes(nodes: Sequence[fx.Node], found: Mapping[fx.Node, _Found]) -> set[fx.Node]:
+    """Those of these nodes that are not finite, and what is not finite that they read, and so on."""
+    causes: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in causes and node in found and found[node].num_bad:
+            causes.add(node)
             waiting += node.all_input_nodes
-    return found
+    return causes
