@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zcompile import compat
 from zcompile.errors import MeshError, RankTimeoutError
 from zcompile.runtime.direct import DirectCollectives, Starter
+from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.ranks.judge import name_ranks
+from zcompile.runtime.ranks.sequence import TextSequence
 
 #: the process-group backend of each device type
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -37,6 +41,7 @@ class Mesh:
             group.
         store: keys of this model alone, the same on all its ranks. None without a process group.
         starter: starts the collectives of state, norms and sync; may be replaced by one that watches its waits.
+        agreement: keeps the ranks of a compiled model in step; None outside of one.
     """
 
     axis: str
@@ -48,6 +53,7 @@ class Mesh:
     group: dist.ProcessGroup | None = None
     store: dist.Store | None = None
     starter: Starter | None = None
+    agreement: Agreement | None = None
 
     @classmethod
     def create(
@@ -102,6 +108,32 @@ class Mesh:
                 "a mesh without a process group, or a closed one, has no collectives; compile the model again"
             )
         return self.starter
+
+    def announce(self, what: str) -> None:
+        """Agree with the other ranks on a collective outside of the graphs, before it starts.
+
+        Raises:
+            RankMismatchError: they call something else.
+        """
+        if self.agreement is not None:
+            self.agreement.event(what, TextSequence.of(what))
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """What the body raises on this rank alone reaches the others if they wait for it."""
+        try:
+            yield
+        except Exception as error:
+            if self.agreement is not None:
+                self.agreement.raised(error)
+            raise
+
+    def to_host(self, tensor: torch.Tensor, description: str) -> list[float]:
+        """The values of a tensor that a collective made. Waits for the device, and ends with the reason if a rank is lost."""
+        if self.agreement is None:
+            return tensor.tolist()
+        with self.agreement.waiting(description):
+            return tensor.tolist()
 
     def close(self) -> None:
         """Give the process group back. Collectives of ours are impossible afterwards; closing twice is harmless."""

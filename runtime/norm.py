@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from zcompile import compat
+from zcompile.errors import NonFiniteError
 from zcompile.runtime.adamw_update import KERNEL_DTYPES
 from zcompile.runtime.arenas import ArenaKey
 from zcompile.runtime.mesh import Mesh
@@ -45,15 +47,20 @@ def clip_grad_norm_(
 
     Raises:
         ShardingError: a ``.grad`` that is placed differently from its parameter.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is set. On every rank, with the same text; the
+            gradients are as they were.
     """
-    flat, single = _split(shards)
+    with mesh.raising():
+        flat, single = split_gradients(shards)
     norm = _total_norm(shards, mesh, flat, single, float(norm_type))
-    if error_if_nonfinite and not math.isfinite(norm.item()):
-        raise RuntimeError(
-            f"total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
-            "pass error_if_nonfinite=False to scale by it anyway"
-        )
+    if error_if_nonfinite:
+        (value,) = mesh.to_host(norm.reshape(1), "the gradient norm")
+        if not math.isfinite(value):
+            names = nonfinite_gradients(shards, mesh)
+            raise NonFiniteError(
+                f"total norm of order {norm_type} of the gradients is {value}, so they cannot be clipped: "
+                f"{describe_nonfinite(names)}; pass error_if_nonfinite=False to scale by it anyway"
+            )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     runs = shards.layout.runs(flat)
     arenas = shards.gradient_arenas()
@@ -68,12 +75,39 @@ def clip_grad_norm_(
     return norm
 
 
-def _split(shards: ParameterShards) -> tuple[list[int], list[int]]:
-    """Parameters whose gradient lies in an arena, and those with one of their own."""
+def nonfinite_gradients(shards: ParameterShards, mesh: Mesh, indices: Iterable[int] | None = None) -> list[str]:
+    """Of these parameters (None: all), those with a gradient that is not finite on some rank, in the model's order.
+
+    Waits for the device. Collective.
+    """
+    bad = torch.zeros(len(shards.parameters), dtype=torch.float32, device=mesh.device)
+    for index in range(len(shards.parameters)) if indices is None else indices:
+        if shards.parameters[index].grad is not None:
+            bad[index] = _local_grad(shards, index).isfinite().logical_not().any()
+    if mesh.size > 1:
+        mesh.collectives.all_reduce([bad], "max", "all_reduce of which gradients are finite").wait()
+    flags = mesh.to_host(bad, "which gradients are finite")
+    return [name for name, flag in zip(shards.names, flags, strict=True) if flag]
+
+
+def describe_nonfinite(names: Sequence[str]) -> str:
+    """Which gradients are not finite, for a message."""
+    if not names:
+        return "every gradient is finite"
+    more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
+    return f"the gradient of parameter {names[0]!r}{more} is not finite"
+
+
+def split_gradients(shards: ParameterShards, indices: Iterable[int] | None = None) -> tuple[list[int], list[int]]:
+    """Of these parameters (None: all), those whose gradient lies in an arena, and those with one of their own.
+
+    Raises:
+        ShardingError: a gradient that is placed differently from its parameter.
+    """
     flat: list[int] = []
     single: list[int] = []
-    for index, parameter in enumerate(shards.parameters):
-        grad = parameter.grad
+    for index in range(len(shards.parameters)) if indices is None else indices:
+        grad = shards.parameters[index].grad
         if grad is None:
             continue
         if shards.gradients.is_flat(index, grad):

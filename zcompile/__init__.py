@@ -5,8 +5,19 @@ from zcompile.api import compile
 from zcompile.errors import ZCompileError
 from zcompile.module import CompiledModule, unwrap
 from zcompile.runtime import optimizer as optim
+from zcompile.runtime.scaler import GradScaler
 from zcompile.weights import load_safetensors
 
 __version__ = "0.1.0"
 
-__all__ = ["CompiledModule", "ZCompileError", "__version__", "compile", "errors", "load_safetensors", "optim", "unwrap"]
+__all__ = [
+    "CompiledModule",
+    "GradScaler",
+    "ZCompileError",
+    "__version__",
+    "compile",
+    "errors",
+    "load_safetensors",
+    "optim",
+    "unwrap",
+]

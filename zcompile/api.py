@@ -95,6 +95,9 @@ def compile(
         sync_init: start every rank from rank 0's parameters and buffers.
         init: gives values to a model on ``meta``, called with one module at a time whose own parameters and buffers are full
             then, such as ``lambda module: module.reset_parameters()``; modules that own none are left out.
+        debug_nonfinite: check what every region computes, and end the step with an error that names the operator, its source
+            line and module, or the argument or parameter, where the first NaN or infinity comes from. For finding it: every
+            region waits for the device, and keeps its inputs until then. Infinities that masks are made of are no alarm.
 
     Returns:
         the compiled module.
@@ -108,7 +111,6 @@ def compile(
         "recompute": recompute,
         "offload": offload,
         "memory_budget": memory_budget,
-        "debug_nonfinite": debug_nonfinite or None,
     }.items():
         if value is not None:
             raise ConfigError(f"{name}={value!r} is not supported in this version; leave it out")
@@ -128,6 +130,7 @@ def compile(
         timeout=timeout,
         max_captures=max_captures,
         sync_init=sync_init,
+        debug_nonfinite=debug_nonfinite,
     )
     while _abandoned:
         _abandoned.pop()()
@@ -160,6 +163,7 @@ def _take_over(
     collectives = Collectives(mesh, agreement, connect(mesh))
     if mesh.is_distributed:
         mesh.starter = collectives  # what the shards gather and broadcast is watched, too
+    mesh.agreement = agreement
     shards = ParameterShards(specs, mesh)
     named = dict(model.named_parameters(remove_duplicate=False))
     replaced = adopt(shards, {s.name: named[s.name] for s in specs}, sync_init=config.sync_init)

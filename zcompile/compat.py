@@ -183,6 +183,12 @@ def dynamo_name(source: str) -> str:
     return source
 
 
+def dynamo_module(source: str) -> str:
+    """The dotted path of what Dynamo calls ``L['self'].model.layers.0`` below the wrapped model; empty for anything else."""
+    path = re.sub(r"\._modules\['([^']*)'\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", source)
+    return path.removeprefix("L['self'].model.") if path.startswith("L['self'].model.") else ""
+
+
 def dynamo_global(source: str) -> Any:
     """The object that Dynamo calls ``G['__import_a_dot_b'].name``: a global of another module; None for other sources."""
     match = re.fullmatch(r"G\['__import_(\w+)'\]((?:\.\w+)+)", source)
@@ -641,6 +647,14 @@ def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) 
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
+def foreach_unscale(targets: list[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
+    """``target.mul_(factor)`` for each, and ``found`` becomes 1 if an element was not finite before; both float32 of one element.
+
+    The tensors have one device and one real dtype.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(targets, found, factor)
+
+
 def move_tensor_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Let ``target`` run the tensor and post-accumulate hooks of ``source``; their handles keep working."""
     if source._backward_hooks:
@@ -809,6 +823,11 @@ def _check_tensor_lists() -> None:
     foreach_copy([a], [torch.full((3,), 5.0)])
     foreach_zero([b])
     assert a.tolist() == [5.0] * 3 and b.tolist() == [0.0] * 2
+    flags = torch.tensor([0.0, 0.5])
+    for value, found in ((4.0, 0.0), (float("-inf"), 1.0)):
+        c = torch.tensor([2.0, value])
+        foreach_unscale([a, c], flags[0], flags[1])
+        assert flags[0] == found and c.tolist() == [1.0, value / 2], f"{flags.tolist()} {c.tolist()}"
     old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen: list[str] = []
     handle = old.register_hook(lambda g: seen.append("hook"))

@@ -67,6 +67,18 @@ class UnfilledError(ZCompileError, RuntimeError):
     """A parameter or buffer of a ``meta`` model was used before it was given values."""
 
 
+class ScalerError(ZCompileError, RuntimeError):
+    """A gradient scaler was used in an order that has no meaning, such as ``unscale_`` twice in one step."""
+
+
+class NonFiniteError(ZCompileError, RuntimeError):
+    """A value is NaN or infinite: names the first one and where it comes from."""
+
+
+class LossScaleError(NonFiniteError, OverflowError):
+    """The loss scale is at its minimum and gradients still overflow: names the parameters."""
+
+
 class RankError(ZCompileError, RuntimeError):
     """Another rank failed, is gone or left: names it and its reason."""
 

@@ -21,7 +21,6 @@ from zcompile.runtime.collectives import Collectives
 from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.ranks.agreement import Agreement
-from zcompile.runtime.ranks.sequence import TextSequence
 from zcompile.runtime.shards import Slot
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
@@ -121,7 +120,7 @@ class CompiledModule(nn.Module):
 
     def _announce(self, what: str) -> None:
         """Agree with the other ranks on a collective outside of the graphs, before it starts."""
-        self._session.runner.agreement.event(what, TextSequence.of(what))
+        self._session.runner.shards.mesh.announce(what)
 
     # State. -----------------------------------------------------------------------------------------------------------
 
