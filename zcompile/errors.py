@@ -67,6 +67,10 @@ class UnfilledError(ZCompileError, RuntimeError):
     """A parameter or buffer of a ``meta`` model was used before it was given values."""
 
 
+class CheckpointError(ZCompileError, RuntimeError):
+    """A checkpoint that cannot be written or read: says on which rank, why, and what is on disk now."""
+
+
 class RankError(ZCompileError, RuntimeError):
     """Another rank failed, is gone or left: names it and its reason."""
 
