@@ -158,17 +158,24 @@ def load_checkpoint(
     helpers = {"scaler": scaler, "scheduler": scheduler, "data": data}
     path = Path(path)
     meeting = meeting_of(model, "load_checkpoint", path, "nothing was changed")
+    manifest: Manifest | None = None
     reading: _Reading | None = None
 
-    def check() -> dict[str, Any]:
-        nonlocal reading
+    def check_files() -> dict[str, Any]:
+        nonlocal manifest
         _check_helpers(helpers)
-        reading = _Reading(path, model, optimizer, helpers)
-        return {"data": reading.manifest.data}
+        manifest = folder.open_checkpoint(path)
+        folder.check_files(path, manifest, meeting.agreement.rank, meeting.agreement.world_size)
+        return {"data": manifest.data}
 
-    answers = meeting.step("check", check)
+    def check_contents() -> None:
+        nonlocal reading
+        assert manifest is not None
+        reading = _Reading(path, manifest, model, optimizer, helpers)
+
+    meeting.same(meeting.step("the check of files", check_files), "data")
+    meeting.step("the check of contents", check_contents)
     assert reading is not None
-    meeting.same(answers, "data")
     aftermath = "the model is partly overwritten; load again before training goes on"
     dataclasses.replace(meeting, aftermath=aftermath).step("reading", reading.fill)
     return Loaded(reading.manifest.step, reading.values["extra"])
@@ -267,14 +274,18 @@ class _Reading:
     """A checkpoint that fits the model: everything about it is checked before anything is changed."""
 
     def __init__(
-        self, path: Path, model: CompiledModule, optimizer: Optimizer | None, helpers: Mapping[str, Any]
+        self,
+        path: Path,
+        manifest: Manifest,
+        model: CompiledModule,
+        optimizer: Optimizer | None,
+        helpers: Mapping[str, Any],
     ) -> None:
+        self.manifest = manifest
         self._model, self._optimizer, self._helpers = model, optimizer, helpers
         self._shards = shards = model._session.runner.shards
-        rank, size = shards.mesh.rank, shards.mesh.size
-        self.manifest = manifest = folder.open_checkpoint(path)
-        folder.check_files(path, manifest, rank, size)
-        self._same_size = size == manifest.world_size
+        rank = shards.mesh.rank
+        self._same_size = shards.mesh.size == manifest.world_size
         self._sources = self._match_parameters()
         self._match_buffers()
         self._match_helpers()
