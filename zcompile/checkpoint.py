@@ -89,8 +89,10 @@ def save_checkpoint(
         nonlocal own, name
         _check_helpers(helpers)
         own = own_contents(model, optimizer, data, asynchronous)
-        own.blobs |= _shared_blobs(scaler, scheduler, extra) if rank == 0 else {}
         if rank == 0:
+            own.blobs |= _shared_blobs(scaler, scheduler, extra)
+            if left := model._session.runner.executor.accumulation.names():
+                log.warning("the gradient of '%s' is not in .grad yet and is not saved; save after a step", left[0])
             name = folder.begin(path)
         return {"call": f"{path} at step {step}", "data": name, "digests": own.digests}
 
