@@ -87,12 +87,20 @@ def own_contents(model: CompiledModule, optimizer: Optimizer | None, data: Any, 
         optimizer=saved_optimizer,
         helpers=[],
     )
-    digests = {key: hashlib.sha256(blob).hexdigest() for key, blob in packed.items()}
-    try:  # pickles of equal values may differ
-        digests["data"] = json.dumps(position, sort_keys=True)
-    except (TypeError, ValueError):
-        pass
+    digests = {"buffers": _digest(packed["buffers"]), "data": _digest(_in_one_form(position, packed["data"]))}
     return Contents(manifest, staged(pieces) if asynchronous else pieces, blobs, packed, digests)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _in_one_form(value: Any, packed: bytes) -> bytes:
+    """Bytes that are the same for equal values, where the value is JSON: pickles of equal values may differ."""
+    try:
+        return json.dumps(value, sort_keys=True).encode()
+    except (TypeError, ValueError):
+        return packed
 
 
 def check_filled(model: CompiledModule, what: str) -> None:
