@@ -63,6 +63,10 @@ class Restore:
             names.append(f"data.{rank}" if f"data.{rank}" in self._stored.names else "data")
         names += [n for k in ("random", "buffers") if self._same_size and (n := f"{k}.{rank}") in self._stored.names]
         self.values = self._stored.read({}, names)
+        _, extra_state = saved_buffers(model)
+        if differs := sorted(self.values["extra_state"].keys() ^ extra_state.keys()):
+            where = "the model" if differs[0] not in extra_state else "the checkpoint"
+            raise StateError(f"'{differs[0]}' is not in {where}; load a checkpoint of the same model")
         if optimizer is not None:
             state.matching_groups(shards, optimizer, self.values["optimizer"]["param_groups"])
 
