@@ -477,6 +477,44 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+# What the pickle of DCP's metadata is made of; nothing else in one is trusted.
+_DCP_METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+}
+
+
+def load_dcp_metadata(file: Any) -> Any:
+    """The ``.metadata`` of a DCP checkpoint, of which torch unpickles anything; this runs no code of the file.
+
+    Raises:
+        pickle.UnpicklingError: it holds something else than metadata.
+    """
+    import pickle
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if name in _DCP_METADATA.get(module, ()) or (
+                module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            ):
+                return super().find_class(module, name)
+            raise pickle.UnpicklingError(f"DCP metadata holds {module}.{name}, which does not belong there")
+
+    return Reader(file).load()
+
+
 # Ranks: stores and collectives of our own process group. ---------------------------------------------------------------
 
 
@@ -891,6 +929,27 @@ def _check_ranks() -> None:
     assert callable(_set_pg_timeout)
 
 
+def _check_dcp_metadata() -> None:
+    import io
+    import pickle
+    import tempfile
+    from pathlib import Path
+
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save({"a": torch.ones(2, 3), "b": 1}, storage_writer=FileSystemWriter(folder), no_dist=True)
+        with open(Path(folder) / ".metadata", "rb") as file:
+            metadata = load_dcp_metadata(file)
+    assert metadata.state_dict_metadata["a"].size == (2, 3), "DCP's metadata has another form"
+    try:
+        load_dcp_metadata(io.BytesIO(pickle.dumps(nn.Linear)))
+    except pickle.UnpicklingError:
+        return
+    raise AssertionError("foreign types are loaded from DCP's metadata")
+
+
 #: what ``doctor`` and the test suite run
 SELF_TESTS: dict[str, Callable[[], None]] = {
     "fake tensors": _check_fake,
@@ -903,6 +962,7 @@ SELF_TESTS: dict[str, Callable[[], None]] = {
     "tensor lists and moved hooks": _check_tensor_lists,
     "lent tensors": _check_lending,
     "ranks": _check_ranks,
+    "metadata of DCP": _check_dcp_metadata,
 }
 
 
