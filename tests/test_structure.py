@@ -40,10 +40,27 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lower": ("analysis", "program"),
     "plan": ("analysis",),
     "runtime": ("ops", "program"),
+    "dsconfig": ("errors",),
+    "lr_schedules": ("errors",),
+    "loader": ("errors",),
 }
 # These make up the public surface, stand on top and may import every layer.
 TOP = frozenset(
-    {"__init__", "__main__", "api", "build", "module", "optim", "report", "session", "unsharded", "weights"}
+    {
+        "__init__",
+        "__main__",
+        "api",
+        "build",
+        "components",
+        "engine",
+        "launch",
+        "module",
+        "optim",
+        "report",
+        "session",
+        "unsharded",
+        "weights",
+    }
 )
 
 

@@ -2,7 +2,9 @@
 
 from zcompile import errors
 from zcompile.api import compile
+from zcompile.engine import Engine
 from zcompile.errors import ZCompileError
+from zcompile.launch import initialize
 from zcompile.module import CompiledModule, unwrap
 from zcompile.runtime import optimizer as optim
 from zcompile.runtime.scaler import GradScaler
@@ -12,11 +14,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompiledModule",
+    "Engine",
     "GradScaler",
     "ZCompileError",
     "__version__",
     "compile",
     "errors",
+    "initialize",
     "load_safetensors",
     "optim",
     "unwrap",
