@@ -42,8 +42,8 @@ class Lion(Optimizer):
     ) -> None:
         if float(lr) < 0 or weight_decay < 0:
             raise OptimizerError(f"lr is {lr} and weight_decay is {weight_decay}; neither may be negative")
-        if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
-            raise OptimizerError(f"betas are {betas}; both must be in [0, 1)")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise OptimizerError(f"betas are {betas}; pass two numbers in [0, 1)")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @overload

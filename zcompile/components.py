@@ -131,7 +131,7 @@ def _check_names(section: str, name: str, params: Mapping[str, Any], kind: Any, 
 def _construct(section: str, name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"{section}.params do not fit {name}: {error}") from error
 
 

@@ -249,19 +249,18 @@ def _present_parameters(
 
 def _optimizer(given: Any, settings: Settings, groups: list[Any]) -> Optimizer | None:
     if given is None:
-        if settings.optimizer is None:
-            return None
-        built = build_optimizer(settings.optimizer, groups)
-    elif isinstance(given, Optimizer):
-        built = given
-    elif callable(given):
-        built = given(groups)
-    else:
+        return None if settings.optimizer is None else _usable(build_optimizer(settings.optimizer, groups))
+    return _usable(given if isinstance(given, Optimizer) or not callable(given) else given(groups))
+
+
+def _usable(optimizer: Any) -> Optimizer:
+    """An optimizer that can step the model's shards."""
+    if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer is a {type(given).__name__}; pass a torch optimizer, or a function that makes one"
+            f"optimizer is a {type(optimizer).__name__}; pass a torch optimizer, or a function that makes one"
         )
-    check_optimizer(built)
-    return built
+    check_optimizer(optimizer)
+    return optimizer
 
 
 def _scheduler(given: Any, settings: Settings, optimizer: Optimizer | None) -> Any:

@@ -25,7 +25,7 @@ class Key:
     """One key.
 
     Attributes:
-        kind: ``bool``, ``int``, ``float``, ``str``, ``list`` or ``dict``; numbers such as ``5e8`` are integers where one is due.
+        kind: ``bool``, ``int``, ``float``, ``str`` or ``dict``, ``object`` for anything; ``5e8`` is an integer where one is due.
         default: what holds when it is left out; None also stands for ``null`` in the file.
         low: the smallest value.
         high: the largest value.
@@ -244,10 +244,58 @@ _OTHER = {
             **_moot(bool, None, _OFFLOAD_ONLY, "single_submit overlap_events use_gds"),
         },
     ),
-    **_moot(dict, {}, _LOGS, "tensorboard wandb comet csv_monitor monitor_config comms_logger flops_profiler timers"),
-    **_moot(dict, {}, "only pipeline engines read it", "pipeline"),
-    **_moot(dict, {}, "zcompile compiles the model itself", "compile"),
-    **_moot(dict, {}, "checkpoints are written by zcompile", "nebula datastates_ckpt"),
+    **_section("tensorboard", _moot(object, None, _LOGS, "enabled output_path job_name")),
+    **_section("csv_monitor", _moot(object, None, _LOGS, "enabled output_path job_name")),
+    **_section("wandb", _moot(object, None, _LOGS, "enabled group team project")),
+    **_section(
+        "comet",
+        _moot(
+            object,
+            None,
+            _LOGS,
+            "enabled workspace project samples_log_interval experiment_name api_key experiment_key online mode",
+        ),
+    ),
+    **_section("comms_logger", _moot(object, None, _LOGS, "enabled verbose prof_all debug prof_ops")),
+    **_section(
+        "flops_profiler",
+        _moot(
+            object,
+            None,
+            _LOGS,
+            "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+        ),
+    ),
+    **_section("timers", _section("throughput", _moot(object, None, _LOGS, "enabled synchronized"))),
+    **_section(
+        "pipeline",
+        _moot(
+            object,
+            None,
+            "only pipeline engines read it",
+            "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant",
+        ),
+    ),
+    **_section(
+        "compile",
+        _moot(
+            object,
+            None,
+            "zcompile compiles the model itself",
+            "deepcompile free_activation free_activation_threshold offload_activation offload_opt_states offload_parameters "
+            "double_buffer symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather "
+            "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes",
+        ),
+    ),
+    **_section(
+        "nebula",
+        _moot(
+            object,
+            None,
+            "checkpoints are written by zcompile",
+            "enabled persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load load_path",
+        ),
+    ),
     **_feature("amp torch_autocast", "use bf16 or fp16 instead"),
     **_feature("elasticity", "checkpoints load at any world size; give the batch sizes"),
     **_feature(

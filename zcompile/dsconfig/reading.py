@@ -18,14 +18,7 @@ from zcompile.errors import ConfigError
 #: what Hugging Face's configurations say for "you know it"
 AUTO = "auto"
 
-_WORDS = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "a dictionary",
-}
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a dictionary"}
 
 
 @dataclass(frozen=True)
