@@ -425,6 +425,11 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook`` was called on ``tensor`` and the hook is still there."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 def forward_hooks(module: nn.Module) -> list[dict[Any, Any]]:
     """The hooks of a module that become part of a captured graph: tables of functions."""
     return [module._forward_pre_hooks, module._forward_hooks]
