@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,12 @@ UNSUPPORTED = {
     "Rprop": "it indexes with masks, which DTensors do not support",
     "SparseAdam": "it needs sparse gradients",
 }
+
+#: torch's scalers that look at the gradients of one rank (FSDP's ShardedGradScaler asks all ranks)
+LOCAL_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler)
+
+#: between a scaler's step and the check are its own helper, torch's hooks, a scheduler's counter and perhaps a wrapper or two
+MAX_CALLERS = 16
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -47,34 +54,73 @@ def check_optimizer(optimizer: Optimizer) -> None:
             )
 
 
-def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> None:
-    """Check every ``step`` of any torch optimizer, for as long as ``shards`` lives: ``check_optimizer``, and that no gradient
-    of its parameters was added up without having come to ``.grad``.
+def check_scaler(optimizer: Optimizer) -> None:
+    """Refuse a step that torch's own gradient scaler makes on sharded parameters.
 
-    torch offers this hook for the whole process; it costs one look at the optimizer's class.
+    It looks for overflows in the gradients of this rank, and asks the other ranks only if the first gradient of its list is
+    sharded: behind a small replicated parameter, some ranks would make a step that others skip, and no error would show it.
+    Only exact torch classes are known; a subclass is its author's business.
+
+    Raises:
+        OptimizerError: names the scaler, a parameter and what to use instead. As no rank can step, parameters stay the same.
     """
+    scaler = _torch_scaler()
+    if scaler is None or not scaler.is_enabled():
+        return
+    for shards, index in _managed(optimizer):
+        if shards.mesh.size > 1 and shards.spec(index).is_sharded:
+            error = OptimizerError(
+                f"torch.amp.GradScaler steps the sharded parameter {shards.names[index]!r}: it decides on each rank by itself "
+                "whether gradients overflow; use zcompile.GradScaler, which takes the same arguments and states"
+            )
+            if shards.mesh.agreement is not None:
+                shards.mesh.agreement.raised(error)
+            raise error
+
+
+def _torch_scaler() -> torch.amp.GradScaler | None:
+    """The scaler of torch whose ``step`` is running now, found among the nearest callers."""
+    frame = inspect.currentframe()
+    for _ in range(MAX_CALLERS):
+        if frame is None:
+            return None
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler = frame.f_locals["self"]
+            return scaler if type(scaler) in LOCAL_SCALERS else None
+        frame = frame.f_back
+    return None
+
+
+def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> None:
+    """Check every ``step`` of any torch optimizer, for as long as ``shards`` lives: ``check_optimizer``, ``check_scaler``, and
+    that no gradient of its parameters was added up without having come to ``.grad``.
+
+    torch offers this hook for the whole process; it costs one look at the optimizer's class and one at each near caller.
+    """
+    shards.accumulation = accumulation
     watched = weakref.ref(shards)
 
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_optimizer(optimizer)
-        if names := accumulation.names():
-            _check_complete(optimizer, watched(), names, accumulation)
+        check_scaler(optimizer)
+        if accumulation.names() and (mine := watched()) is not None:
+            check_complete(optimizer, mine)
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(shards, handle.remove)
 
 
-def _check_complete(
-    optimizer: Optimizer, shards: ParameterShards | None, names: list[str], accumulation: Accumulation
-) -> None:
+def check_complete(optimizer: Optimizer, shards: ParameterShards) -> None:
     """Refuse a step that would leave gradients behind.
 
     Raises:
         OptimizerError: names a parameter, and the ways to complete its gradient.
     """
-    mine = {owner.names[index] for owner, index in _managed(optimizer) if owner is shards}
+    accumulation = shards.accumulation
+    names = [] if accumulation is None else accumulation.names()
+    mine = {owner.names[index] for owner, index in _managed(optimizer) if owner is shards} if names else ()
     missed = [name for name in names if name in mine]
-    if missed:
+    if accumulation is not None and missed:
         window = f", {accumulation.position} of {accumulation.steps} of the declared window" * (accumulation.steps > 1)
         raise OptimizerError(
             f"optimizer {type(optimizer).__name__} would step without the gradients of {len(missed)} parameters ('{missed[0]}' "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zcompile.errors import ShardingError
 from zcompile.placement import ParamSpec
 from zcompile.runtime import full as full_tensors
+from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.arenas import ArenaKey, ArenaLayout, allocate, detached_view
 from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.mesh import Mesh
@@ -65,6 +66,7 @@ class ParameterShards:
             arenas.
         layout: where each shard lies in its arena.
         gradients: their gradients, laid out alike.
+        accumulation: gradients that are not in ``.grad`` yet, of a compiled model.
     """
 
     def __init__(self, specs: Iterable[ParamSpec], mesh: Mesh) -> None:
@@ -94,6 +96,7 @@ class ParameterShards:
         self._unfilled = set(range(len(self._specs)))
         self.parameters = [self._make_parameter(i) for i in range(len(self._specs))]
         self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters)
+        self.accumulation: Accumulation | None = None
 
     # Names and memory. ------------------------------------------------------------------------------------------------
 

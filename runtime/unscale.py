@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zcompile import compat
 from zcompile.errors import OptimizerError, RankMismatchError, ScalerError
 from zcompile.runtime.norm import nonfinite_gradients, split_gradients
+from zcompile.runtime.optimizer_guard import check_complete
 from zcompile.runtime.placed import local_of
 from zcompile.runtime.shards import ParameterShards, Slot
 
@@ -44,7 +45,7 @@ def unscale(optimizer: Optimizer, scale: float) -> Verdict:
     """Divide an optimizer's gradients by ``scale`` in place, and check them. Waits for the device once. Collective.
 
     Raises:
-        OptimizerError: a gradient is float16, which cannot hold it unscaled.
+        OptimizerError: a gradient is float16, which cannot hold it unscaled, or is not all in ``.grad`` yet.
         RankMismatchError: ranks have different scales, or do something else.
         ScalerError: no parameter has a gradient on any rank.
         ShardingError: a gradient is placed differently from its parameter.
@@ -56,6 +57,8 @@ def unscale(optimizer: Optimizer, scale: float) -> Verdict:
     with contextlib.ExitStack() as stack:
         for mesh in meshes:
             stack.enter_context(mesh.raising())
+        for shards in members.managed:
+            check_complete(optimizer, shards)  # what comes to .grad later would stay scaled
         flags = _unscale(_pieces(members), scale)
     for mesh in meshes:
         if mesh.size > 1:
