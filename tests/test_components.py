@@ -70,7 +70,11 @@ def test_l2_adam_and_adamw_differ() -> None:
         ("Lamb", {}, "optimizer.type is 'Lamb', which is not supported here; use AdamW or Lion"),
         ("OneBitAdam", {}, "optimizer.type is 'OneBitAdam', which is not supported here; "),
         ("Muon", {}, "optimizer.type is 'Muon', which is not supported here: it orthogonalises whole matrices; "),
-        ("AdamW", {"weight_decy": 0.1}, "optimizer.params of AdamW: 'weight_decy' is not known; did you mean 'weight_decay'?"),
+        (
+            "AdamW",
+            {"weight_decy": 0.1},
+            "optimizer.params of AdamW: 'weight_decy' is not known; did you mean 'weight_decay'?",
+        ),
         ("SGD", {"beta": 0.1}, "optimizer.params of SGD: 'beta' is not known; "),
         ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm is no parameter of an optimizer; use the key"),
         ("Adam", {"adam_w_mode": 1}, "optimizer.params.adam_w_mode is 1; it must be true or false"),
@@ -109,10 +113,16 @@ def test_schedulers() -> None:
     [
         (named("WarmupLr"), "scheduler.type 'WarmupLr' is not known; did you mean 'WarmupLR'?"),
         (named("ReduceLROnPlateau"), "scheduler.type 'ReduceLROnPlateau' is not known"),
-        (named("WarmupLR", warmup_steps=3), "scheduler.params of WarmupLR: 'warmup_steps' is not known; did you mean 'warmup_num_steps'"),
+        (
+            named("WarmupLR", warmup_steps=3),
+            "scheduler.params of WarmupLR: 'warmup_steps' is not known; did you mean 'warmup_num_steps'",
+        ),
         (named("WarmupDecayLR"), "scheduler.params of WarmupDecayLR lack total_num_steps; give it"),
         (named("OneCycle"), "scheduler.params of OneCycle lack cycle_min_lr, cycle_max_lr; give them"),
-        (named("WarmupDecayLR", "total_num_steps"), "scheduler.params.total_num_steps is 'auto', which nothing here can resolve"),
+        (
+            named("WarmupDecayLR", "total_num_steps"),
+            "scheduler.params.total_num_steps is 'auto', which nothing here can resolve",
+        ),
         (named("WarmupLR", warmup_num_steps=0), "scheduler.params do not fit WarmupLR: warmup_num_steps is 0"),
     ],
 )

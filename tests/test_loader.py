@@ -124,7 +124,9 @@ def test_positions_that_do_not_fit() -> None:
     state = loader.state_dict()
     with pytest.raises(StateError, match="position is in a dataset of 24 rows and this one has 23"):
         loaders(count=23)[0].load_state_dict(state)
-    with pytest.raises(StateError, match=r"position is 6 rows into epoch 0, which micro-batch 4 \* world size 1 = 4 does not divide"):
+    with pytest.raises(
+        StateError, match=r"position is 6 rows into epoch 0, which micro-batch 4 \* world size 1 = 4 does not divide"
+    ):
         loaders(count=24, batch=4, world=1)[0].load_state_dict(state)
 
 

@@ -171,7 +171,14 @@ def test_numbers_worked_out_by_hand() -> None:
 def test_one_cycle_moves_momentum_the_other_way() -> None:
     optimizer = adam()
     scheduler = OneCycle(
-        optimizer, 0.1, 0.3, cycle_first_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.9, decay_mom_rate=1.0, decay_step_size=2
+        optimizer,
+        0.1,
+        0.3,
+        cycle_first_step_size=2,
+        cycle_min_mom=0.5,
+        cycle_max_mom=0.9,
+        decay_mom_rate=1.0,
+        decay_step_size=2,
     )
     betas = []
     for _ in range(7):
@@ -191,7 +198,13 @@ def test_one_cycle_leaves_an_optimizer_without_betas_alone() -> None:
 def test_one_cycle_in_stairs() -> None:
     optimizer = adam()
     scheduler = OneCycle(
-        optimizer, 0.0, 1.0, cycle_first_step_size=6, cycle_second_step_size=4, cycle_first_stair_count=3, cycle_second_stair_count=2
+        optimizer,
+        0.0,
+        1.0,
+        cycle_first_step_size=6,
+        cycle_second_step_size=4,
+        cycle_first_stair_count=3,
+        cycle_second_stair_count=2,
     )
     thirds = [0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1]
     assert run(optimizer, scheduler, 11) == pytest.approx([*thirds, 0.5, 0.5, 0.0, 0.0])

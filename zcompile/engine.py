@@ -67,6 +67,7 @@ class Engine(nn.Module):
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self._mesh = module._session.runner.shards.mesh
         self._boundary: bool | None = None
+        self._num_backwards = 0  # since the last boundary
         self._step_applied = False
         self._norm: Tensor | None = None
         self._losses: list[Tensor] = []
@@ -92,7 +93,7 @@ class Engine(nn.Module):
             scale_wrt_gas: False does not divide.
 
         Returns:
-            The loss, divided but not scaled.
+            The loss, divided but not scaled, and detached.
 
         Raises:
             OptimizerError: the engine has no optimizer.
@@ -102,13 +103,15 @@ class Engine(nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ConfigError(f"loss is {what}; pass a tensor of one element, such as its mean")
-        steps = self.gradient_accumulation_steps()
-        share = loss / steps if scale_wrt_gas and steps > 1 else loss
+        divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         with self._timed("bwd"):
-            sent = share if self.settings.predivide == 1 else share / self.settings.predivide
+            # in fp32, or the scale itself may overflow on its way back through an fp16 loss
+            sent = (loss if self.scaler is None else loss.float()) / (divisor * self.settings.predivide)
             (sent if self.scaler is None else self.scaler.scale(sent)).backward(retain_graph=retain_graph)
+        share = loss.detach() / divisor
+        self._num_backwards += 1
         if self.settings.steps_per_print is not None:
-            self._losses.append(share.detach())
+            self._losses.append(share)
         return share
 
     def step(self) -> None:
@@ -125,6 +128,9 @@ class Engine(nn.Module):
 
     def _act(self) -> None:
         optimizer = self._optimizer()
+        if self._num_backwards % self.gradient_accumulation_steps():
+            self.module.sync_gradients()  # the boundary was moved by hand: the compiled model's window has not ended
+        self._num_backwards = 0
         for parameter in self._not_stepped:
             parameter.grad = None  # it would count in the norm
         if self.scaler is not None:

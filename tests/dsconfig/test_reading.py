@@ -33,7 +33,10 @@ def tree(name: str, value: Any) -> dict[str, Any]:
         ("zero_optimisation.stage", "key 'zero_optimisation' is not known; did you mean 'zero_optimization'?"),
         ("optimizer.param", "key of optimizer 'param' is not known; did you mean 'params'?"),
         ("timers.throughput.enable", "key of timers.throughput 'enable' is not known; did you mean 'enabled'?"),
-        ("data_types.qqq", "key of data_types 'qqq' is not known; known are buffer_dtype, grad_accum_dtype, param_dtype"),
+        (
+            "data_types.qqq",
+            "key of data_types 'qqq' is not known; known are buffer_dtype, grad_accum_dtype, param_dtype",
+        ),
     ],
 )
 def test_unknown_keys_at_every_level(name: str, hint: str) -> None:
@@ -57,9 +60,21 @@ def test_unknown_keys_at_every_level(name: str, hint: str) -> None:
         ("fp16.initial_scale_power", 200, "fp16.initial_scale_power is 200; it must be at most 127"),
         ("zero_optimization.stage", 4, "zero_optimization.stage is 4; it must be one of 0, 1, 2, 3"),
         ("zero_optimization", True, "zero_optimization is True; it must be a dictionary"),
-        ("zero_optimization.reduce_bucket_size", -5, "zero_optimization.reduce_bucket_size is -5; it must be at least 0"),
-        ("zero_optimization.contiguous_gradients", "yes", "zero_optimization.contiguous_gradients is 'yes'; it must be true or"),
-        ("communication_data_type", "int8", "communication_data_type is 'int8'; it must be one of 'fp32', 'fp16', 'bf16'"),
+        (
+            "zero_optimization.reduce_bucket_size",
+            -5,
+            "zero_optimization.reduce_bucket_size is -5; it must be at least 0",
+        ),
+        (
+            "zero_optimization.contiguous_gradients",
+            "yes",
+            "zero_optimization.contiguous_gradients is 'yes'; it must be true or",
+        ),
+        (
+            "communication_data_type",
+            "int8",
+            "communication_data_type is 'int8'; it must be one of 'fp32', 'fp16', 'bf16'",
+        ),
         ("optimizer.params", [1], "optimizer.params is [1]; it must be a dictionary"),
         ("timeout", 0, "timeout is 0.0; it must be larger than 0"),
         ("gradient_predivide_factor", 0, "gradient_predivide_factor is 0.0; it must be larger than 0"),

@@ -58,11 +58,31 @@ def test_batch_sizes(given: tuple[Any, ...], world: int, result: tuple[int, ...]
             2,
             "train_batch_size is 32, but train_micro_batch_size_per_gpu 4 * gradient_accumulation_steps 2 * world size 2 = 16",
         ),
-        ((30, 4, None), 2, "train_batch_size is 30, which train_micro_batch_size_per_gpu 4 * world size 2 = 8 does not divide"),
-        ((30, None, 4), 2, "train_batch_size is 30, which gradient_accumulation_steps 4 * world size 2 = 8 does not divide"),
-        ((5, None, None), 2, "train_batch_size is 5, which gradient_accumulation_steps 1 * world size 2 = 2 does not divide"),
-        ((2, 4, None), 2, "train_batch_size is 2, which train_micro_batch_size_per_gpu 4 * world size 2 = 8 does not divide"),
-        ((None, None, 4), 2, "neither train_batch_size nor train_micro_batch_size_per_gpu is given (only gradient_accumulation"),
+        (
+            (30, 4, None),
+            2,
+            "train_batch_size is 30, which train_micro_batch_size_per_gpu 4 * world size 2 = 8 does not divide",
+        ),
+        (
+            (30, None, 4),
+            2,
+            "train_batch_size is 30, which gradient_accumulation_steps 4 * world size 2 = 8 does not divide",
+        ),
+        (
+            (5, None, None),
+            2,
+            "train_batch_size is 5, which gradient_accumulation_steps 1 * world size 2 = 2 does not divide",
+        ),
+        (
+            (2, 4, None),
+            2,
+            "train_batch_size is 2, which train_micro_batch_size_per_gpu 4 * world size 2 = 8 does not divide",
+        ),
+        (
+            (None, None, 4),
+            2,
+            "neither train_batch_size nor train_micro_batch_size_per_gpu is given (only gradient_accumulation",
+        ),
         ((None, None, None), 2, "neither train_batch_size nor train_micro_batch_size_per_gpu is given; "),
         (("auto", "auto", "auto"), 2, "neither train_batch_size nor train_micro_batch_size_per_gpu is given; "),
     ],
@@ -81,9 +101,17 @@ def test_precision() -> None:
     assert settings(bf16={"enabled": True}).precision == "bf16"
     assert settings(bf16={"enabled": True}).scaling is None
     assert settings(fp16={"enabled": True}).scaling == Scaling(True, 2.0**16, 1000, 2, False, 1.0)
-    given = {"loss_scale": 128, "loss_scale_window": 5, "hysteresis": 3, "consecutive_hysteresis": True, "min_loss_scale": 4}
+    given = {
+        "loss_scale": 128,
+        "loss_scale_window": 5,
+        "hysteresis": 3,
+        "consecutive_hysteresis": True,
+        "min_loss_scale": 4,
+    }
     assert settings(fp16={"enabled": True, **given}).scaling == Scaling(False, 128.0, 5, 3, True, 4.0)
-    assert settings(fp16={"enabled": True, "initial_scale_power": 8}).scaling == Scaling(True, 256.0, 1000, 2, False, 1.0)
+    assert settings(fp16={"enabled": True, "initial_scale_power": 8}).scaling == Scaling(
+        True, 256.0, 1000, 2, False, 1.0
+    )
     with pytest.raises(ConfigError, match=r"fp16.enabled and bf16.enabled are both true"):
         settings(fp16={"enabled": True}, bf16={"enabled": True})
     with pytest.raises(ConfigError, match=r"fp16.min_loss_scale is 8, more than the first scale 4 "):
@@ -112,6 +140,15 @@ def test_dtypes_of_communication_and_accumulation() -> None:
     settings(bf16, data_types={"grad_accum_dtype": "fp32", "param_dtype": "bf16"})
     settings(data_types={"grad_accum_dtype": "fp32"})
     settings(data_types={"grad_accum_dtype": "bf16"}, facts=Facts(1, "bf16"))
+    narrow = Facts(1, "bf16")
+    widened = settings(data_types={"grad_accum_dtype": "fp32"}, facts=narrow, gradient_accumulation_steps=2)
+    assert widened.accumulate_dtype == "fp32"
+    assert (
+        settings(data_types={"grad_accum_dtype": "fp32"}, facts=narrow).accumulate_dtype is None
+    )  # nothing is added up
+    assert (
+        settings(bf16, data_types={"grad_accum_dtype": "fp32"}, gradient_accumulation_steps=2).accumulate_dtype is None
+    )
     with pytest.raises(ConfigError, match=r"data_types.grad_accum_dtype is 'bf16', and it is 'fp32' here"):
         settings(bf16, data_types={"grad_accum_dtype": "bf16"})
     with pytest.raises(ConfigError, match=r"data_types.param_dtype is 'fp16', and it is 'bf16' here"):
@@ -208,7 +245,8 @@ def test_auto_that_nothing_resolves(config: dict[str, Any], key: str) -> None:
 
 def test_optimizer_and_scheduler() -> None:
     found = settings(
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "betas": "auto"}}, scheduler={"type": "WarmupLR", "params": {}}
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "betas": "auto"}},
+        scheduler={"type": "WarmupLR", "params": {}},
     )
     assert found.optimizer is not None and found.scheduler is not None
     assert (found.optimizer.type, found.optimizer.params, found.optimizer.auto) == ("AdamW", {"lr": 1e-3}, {"betas"})
@@ -218,7 +256,9 @@ def test_optimizer_and_scheduler() -> None:
 
 
 def test_other_settings() -> None:
-    found = settings(steps_per_print=3, wall_clock_breakdown=True, dataloader_drop_last=True, timeout=60, nccl_socket_ifname="eth1")
+    found = settings(
+        steps_per_print=3, wall_clock_breakdown=True, dataloader_drop_last=True, timeout=60, nccl_socket_ifname="eth1"
+    )
     assert (found.steps_per_print, found.wall_clock_breakdown, found.drop_last) == (3, True, True)
     assert (found.timeout, found.interface) == (60.0, "eth1")
     assert settings().gather_on_save and not settings(zero(stage=3)).gather_on_save
@@ -234,7 +274,9 @@ def test_keys_without_meaning_are_listed_with_the_reason() -> None:
         "zero_optimization.stage3_prefetch_bucket_size",
         "wandb.enabled",
     ]
-    assert found.moot["zero_optimization.stage3_prefetch_bucket_size"] == "it is read in stage 3 only, and the stage is 2"
+    assert (
+        found.moot["zero_optimization.stage3_prefetch_bucket_size"] == "it is read in stage 3 only, and the stage is 2"
+    )
     assert settings(zero(stage=2)).moot == {}
 
 

@@ -74,6 +74,7 @@ class Settings:
         stage: ZeRO stage.
         precision: ``fp16``, ``bf16`` or None, as ``compile`` takes it.
         reduce_dtype: dtype of gradient reductions; None: as ``compile`` has it.
+        accumulate_dtype: ``fp32`` adds narrower gradients up in it; None: their own dtype.
         policy: schedule passes; None: ``compile``'s own.
         persistent_elements: parameters up to so many elements are not sharded; None: as ``compile`` has it.
         persistent_elements_total: all of those together hold at most so many.
@@ -97,6 +98,7 @@ class Settings:
     stage: int
     precision: str | None
     reduce_dtype: str | None
+    accumulate_dtype: str | None
     policy: str | None
     persistent_elements: int | None
     persistent_elements_total: int | None
@@ -185,7 +187,7 @@ class _Resolver:
         if fp16 and bf16:
             raise ConfigError("fp16.enabled and bf16.enabled are both true; a model has one compute dtype")
         precision = "fp16" if fp16 else "bf16" if bf16 else None
-        self.check_dtypes(precision)
+        accumulate_dtype = self.accumulate_dtype(precision)
         reduce_dtype = self.reduce_dtype()
         scaling = self.scaling() if fp16 else None
         skip_nonfinite = self.take("bf16.check_grad_overflow") if bf16 else False
@@ -204,6 +206,7 @@ class _Resolver:
             stage=stage,
             precision=precision,
             reduce_dtype=reduce_dtype,
+            accumulate_dtype=accumulate_dtype if batch.accumulation > 1 else None,
             policy=policy,
             persistent_elements=persistent,
             persistent_elements_total=total,
@@ -251,18 +254,21 @@ class _Resolver:
             self.show(name, value, source)
         return Batch(train, micro, steps, world)
 
-    def check_dtypes(self, precision: str | None) -> None:
-        """What data_types says must be what happens."""
-        effective = {
-            "param_dtype": precision or self.facts.dtype,
-            "grad_accum_dtype": "fp32" if precision else self.facts.dtype,
-        }
-        for key, dtype in effective.items():
-            wanted = self.take(f"data_types.{key}", dtype)
-            if wanted is not None and wanted != dtype:
+    def accumulate_dtype(self, precision: str | None) -> str | None:
+        """What data_types says must be what happens; sums in fp32 over narrower gradients are the one choice."""
+        own = self.facts.dtype
+        params, grads = self.take("data_types.param_dtype"), self.take("data_types.grad_accum_dtype")
+        for key, wanted, effective in (
+            ("param_dtype", params, precision or own),
+            ("grad_accum_dtype", grads, "fp32" if precision else own),
+        ):
+            widens = key == "grad_accum_dtype" and wanted == "fp32" and effective in ("fp16", "bf16")
+            if wanted not in (None, effective) and not widens:
                 raise ConfigError(
-                    f"data_types.{key} is {wanted!r}, and it is {dtype!r} here with these settings; pass {dtype!r} or leave it out"
+                    f"data_types.{key} is {wanted!r}, and it is {effective!r} here with these settings; pass {effective!r} or leave "
+                    "it out"
                 )
+        return "fp32" if grads == "fp32" and precision is None and own in ("fp16", "bf16") else None
 
     def reduce_dtype(self) -> str | None:
         """The dtype of reductions; ``fp32_allreduce`` is an old way to ask for fp32."""
