@@ -302,6 +302,13 @@ def _say(settings: Settings, *, config_optimizer_unused: bool, config_scheduler_
     ):
         if replaced and given is not None:
             unused[name] = "one is passed to initialize"
+    if settings.dump_state:
+        print(settings, flush=True)
+    if settings.clips_by_default:
+        log.warning(
+            "gradient_clipping is not given, and DeepSpeed's default is %s: gradients are clipped; give 0 for no clipping",
+            settings.gradient_clipping,
+        )
     if unused:
         log.warning(
             "keys of the DeepSpeed configuration that make no difference here: %s",

@@ -90,6 +90,7 @@ class Settings:
         gather_on_save: whether ``save_16bit_model`` gathers a stage 3 model.
         timeout: seconds of every wait.
         interface: network interface of NCCL; None: NCCL chooses.
+        dump_state: whether the table is printed.
         rows: what the table shows: key, value, where it comes from.
         moot: keys that were given and make no difference, with the reason.
     """
@@ -114,8 +115,14 @@ class Settings:
     gather_on_save: bool
     timeout: float
     interface: str | None
+    dump_state: bool
     rows: tuple[tuple[str, str, str], ...]
     moot: Mapping[str, str]
+
+    @property
+    def clips_by_default(self) -> bool:
+        """Whether gradients are clipped although the configuration does not say so."""
+        return ("gradient_clipping", "default") in [(key, source) for key, _, source in self.rows]
 
     @property
     def shared_rows(self) -> list[tuple[str, str, str]]:
@@ -222,6 +229,7 @@ class _Resolver:
             drop_last=self.take("dataloader_drop_last"),
             timeout=self.take("timeout"),
             interface=self.take("nccl_socket_ifname"),
+            dump_state=self.given.get("dump_state"),
             rows=tuple(self.rows),
             moot=self.moot(stage),
         )
