@@ -2,8 +2,10 @@
 
 from zcompile import errors
 from zcompile.api import compile
+from zcompile.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from zcompile.engine import Engine
 from zcompile.errors import ZCompileError
+from zcompile.export import export_safetensors
 from zcompile.launch import initialize
 from zcompile.module import CompiledModule, unwrap
 from zcompile.runtime import optimizer as optim
@@ -16,12 +18,16 @@ __all__ = [
     "CompiledModule",
     "Engine",
     "GradScaler",
+    "Loaded",
     "ZCompileError",
     "__version__",
     "compile",
     "errors",
+    "export_safetensors",
     "initialize",
+    "load_checkpoint",
     "load_safetensors",
     "optim",
+    "save_checkpoint",
     "unwrap",
 ]

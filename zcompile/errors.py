@@ -79,6 +79,10 @@ class LossScaleError(NonFiniteError, OverflowError):
     """The loss scale is at its minimum and gradients still overflow: names the parameters."""
 
 
+class CheckpointError(ZCompileError, RuntimeError):
+    """A checkpoint that cannot be written or read: says on which rank, why, and what is on disk now."""
+
+
 class RankError(ZCompileError, RuntimeError):
     """Another rank failed, is gone or left: names it and its reason."""
 
