@@ -58,6 +58,7 @@ TOP = frozenset(
         "launch",
         "module",
         "optim",
+        "progress",
         "report",
         "session",
         "unsharded",

@@ -6,8 +6,7 @@ import contextlib
 import logging
 import math
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zcompile import compat
+from zcompile import checkpoint, compat
 from zcompile.dsconfig.settings import Settings
 from zcompile.errors import ConfigError, OptimizerError
 from zcompile.loader import Loader
 from zcompile.module import CompiledModule
+from zcompile.progress import Progress
+from zcompile.runtime.full import broadcast_object
 from zcompile.runtime.placed import local_of
 from zcompile.runtime.scaler import GradScaler
 
 log = logging.getLogger("zcompile")
+
+#: the file that holds the tag of the latest checkpoint
+LATEST = "latest"
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Engine(nn.Module):
@@ -70,9 +76,12 @@ class Engine(nn.Module):
         self._num_backwards = 0  # since the last boundary
         self._step_applied = False
         self._norm: Tensor | None = None
-        self._losses: list[Tensor] = []
-        self._times: dict[str, float] = {}
-        self._printed = (0, time.perf_counter())
+        self._progress = Progress(
+            settings.steps_per_print,
+            timed=settings.wall_clock_breakdown,
+            device=self._mesh.device,
+            shows=self._mesh.rank == 0,
+        )
         held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
         self._not_stepped = [p for p in module.parameters() if id(p) not in held]
 
@@ -80,7 +89,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward."""
-        with self._timed("fwd"):
+        with self._progress.phase("fwd"):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -104,14 +113,13 @@ class Engine(nn.Module):
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ConfigError(f"loss is {what}; pass a tensor of one element, such as its mean")
         divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
-        with self._timed("bwd"):
+        with self._progress.phase("bwd"):
             # in fp32, or the scale itself may overflow on its way back through an fp16 loss
             sent = (loss if self.scaler is None else loss.float()) / (divisor * self.settings.predivide)
             (sent if self.scaler is None else self.scaler.scale(sent)).backward(retain_graph=retain_graph)
         share = loss.detach() / divisor
         self._num_backwards += 1
-        if self.settings.steps_per_print is not None:
-            self._losses.append(share)
+        self._progress.add_loss(share)
         return share
 
     def step(self) -> None:
@@ -119,11 +127,12 @@ class Engine(nn.Module):
         self._optimizer()
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
-            with self._timed("step"):
+            with self._progress.phase("step"):
                 self._act()
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
-            self._report()
+            scale = "" if self.scaler is None else f", loss scale {self.loss_scale():g}, skipped {self.skipped_steps}"
+            self._progress.end_step(self.global_steps, self.global_samples, self.get_lr(), scale)
         self.micro_steps += 1
 
     def _act(self) -> None:
@@ -258,6 +267,92 @@ class Engine(nn.Module):
 
     # Checkpoints. -----------------------------------------------------------------------------------------------------
 
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Write everything that training goes on from to ``save_dir/tag``, and the tag to ``save_dir/latest``. Collective.
+
+        That is the model, optimizer, schedule, loss scale, position in ``training_data`` and counters. Call it between steps.
+
+        Args:
+            save_dir: a folder that all ranks share; made if it is not there.
+            tag: a name without ``/``, the same on every rank; None: ``global_step{N}``.
+            client_state: what the script wants back; rank 0's is saved.
+            save_latest: False leaves ``latest`` as it is.
+        """
+        tag = _checked_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
+        self.module._session.runner.agreement.compare("the tag of a checkpoint", tag)
+        extra = {
+            "client_state": dict(client_state or {}),
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+        }
+        checkpoint.save_checkpoint(
+            Path(save_dir) / tag,
+            self.module,
+            self.optimizer,
+            scaler=self.scaler,
+            scheduler=self.lr_scheduler,
+            data=self.training_dataloader,
+            step=self.global_steps,
+            extra=extra,
+        )
+        if save_latest and self.global_rank == 0:
+            new = Path(save_dir) / "latest.new"
+            new.write_text(tag)
+            new.replace(Path(save_dir) / LATEST)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from ``save_checkpoint``, at any world size and ZeRO stage. Collective.
+
+        Args:
+            load_dir: as given to ``save_checkpoint``.
+            tag: None: what ``latest`` says.
+            load_module_strict: must be true: a checkpoint of another model is refused.
+            load_optimizer_states: False keeps the optimizer's state and the loss scale as they are.
+            load_lr_scheduler_states: False keeps the schedule as it is.
+            load_module_only: take the weights and buffers alone; counters stay, too.
+
+        Returns:
+            The path that was loaded and the client state; (None, None), with a warning, where there is no file ``latest``.
+        """
+        if not load_module_strict:
+            raise ConfigError("load_module_strict is False, which is not supported; use engine.module.load_state_dict")
+        self.module._announce("engine.load_checkpoint")
+        latest = Path(load_dir) / LATEST
+        found = broadcast_object(self._mesh, latest.read_text().strip() if tag is None and latest.is_file() else tag)
+        if found is None:
+            if self.global_rank == 0:
+                log.warning("no checkpoint is loaded, because there is no file %s; pass a tag, or start anew", latest)
+            return None, None
+        path = Path(load_dir) / _checked_tag(str(found))
+        wants_state = load_optimizer_states and not load_module_only
+        loaded = checkpoint.load_checkpoint(
+            path,
+            self.module,
+            self.optimizer if wants_state else None,
+            scaler=self.scaler if wants_state else None,
+            scheduler=self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None,
+            data=None if load_module_only else self.training_dataloader,
+        )
+        if not load_module_only:
+            for name in _COUNTERS:
+                setattr(self, name, loaded.extra["counters"][name])
+            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # the start of a window
+        return str(path), loaded.extra["client_state"]
+
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """Write the full weights in the compute dtype, as one ``torch.save`` file by rank 0. Collective.
 
@@ -278,39 +373,6 @@ class Engine(nn.Module):
             torch.save({n: _narrow(value, dtype) for n, value in state.items()}, Path(save_dir) / save_filename)
         return True
 
-    # Reports. ---------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """Add to the time of a phase, if times are asked for: then the device finishes each phase before the next one."""
-        if not self.settings.wall_clock_breakdown:
-            yield
-            return
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - begin
-
-    def _report(self) -> None:
-        """Print progress on rank 0, every ``steps_per_print`` steps."""
-        every = self.settings.steps_per_print
-        losses, self._losses = self._losses, []
-        if self.global_rank == 0 and every is not None and self.global_steps % every == 0:
-            (samples, begin), now = self._printed, time.perf_counter()
-            self._printed = self.global_samples, now
-            loss = sum(value.item() for value in losses)
-            lr = ", ".join(f"{value:g}" for value in self.get_lr())
-            scale = "" if self.scaler is None else f", loss scale {self.loss_scale():g}, skipped {self.skipped_steps}"
-            rate = (self.global_samples - samples) / (now - begin)
-            print(f"step {self.global_steps}: loss {loss:.6g}, lr {lr}{scale}, {rate:.4g} samples/s", flush=True)
-        if self.settings.wall_clock_breakdown:
-            times, self._times = self._times, {}
-            if self.global_rank == 0 and self.global_steps % (every or 1) == 0:
-                print("time (ms): " + ", ".join(f"{name} {1e3 * t:.2f}" for name, t in times.items()), flush=True)
-
 
 def _scaler(settings: Settings) -> GradScaler | None:
     scaling = settings.scaling
@@ -324,6 +386,12 @@ def _scaler(settings: Settings) -> GradScaler | None:
         consecutive_hysteresis=scaling.consecutive_hysteresis,
         min_scale=scaling.min_scale,
     )
+
+
+def _checked_tag(tag: str) -> str:
+    if not tag or Path(tag).name != tag:
+        raise ConfigError(f"tag is {tag!r}; it must be the name of a folder, without '/'")
+    return tag
 
 
 def _narrow(value: Any, dtype: torch.dtype | None) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 import zcompile
 from tests.dist.pool import Pools
 from tests.dist.training import LR, Trained, assert_equal_training, mean_over_ranks, over_ranks, this_rank, world_size
-from zcompile.errors import ConfigError
+from zcompile.errors import CheckpointError, ConfigError, RankMismatchError
 
 pytestmark = pytest.mark.dist
 
@@ -422,6 +422,114 @@ def data_loader() -> list[int]:
 def test_training_data(ranks: Pools) -> None:
     mine, others = ranks(2, data_loader)
     assert len({*mine, *others}) == 12  # every row on one rank only
+
+
+# Checkpoints. ---------------------------------------------------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Rows that depend on their number alone."""
+
+    def __len__(self) -> int:
+        return 4 * MICRO * 2 + 1  # a step is 2 micro-batches on 2 ranks, or 4 on 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = rows(index, 7, count=1)
+        return x[0], y[0]
+
+
+def resumable(stage: int, **keys: Any) -> Any:
+    """An engine with everything that has state, and steps that have the same rows at any world size."""
+    settings = config(
+        stage,
+        accumulation=4 // world_size(),
+        gradient_clipping=0.3,
+        scheduler={"type": "WarmupDecayLR", "params": WARMUP},
+        dataloader_drop_last=True,
+        **keys,
+    )
+    return start(settings, training_data=Rows())[0]
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2}}
+
+
+def go_on(engine: Any, steps: int, save_at: int = 0, folder: str = "") -> list[float]:
+    """Train until so many steps are made; the losses after ``save_at``, where checkpoints are written in the middle of an epoch."""
+    losses = []
+    while engine.global_steps < steps:
+        for x, y in engine.training_dataloader:
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if engine.global_steps == save_at > 0 and engine.was_step_applied():
+                assert engine.save_checkpoint(folder, client_state={"note": "three", "best": 0.5}) is True
+                engine.save_checkpoint(folder, tag="second", save_latest=False)
+                losses.clear()
+            if engine.global_steps == steps:
+                break
+    return losses
+
+
+def save_and_go_on(stage: int, folder: str, keys: dict[str, Any]) -> None:
+    """A run that is saved twice; a second engine goes on from the first checkpoint, bit for bit."""
+    engine = resumable(stage, **keys)
+    expected = go_on(engine, 7, save_at=3, folder=folder)
+    again = resumable(stage, **keys)
+    path, client_state = again.load_checkpoint(folder)
+    assert path == str(Path(folder) / "global_step3") and client_state == {"note": "three", "best": 0.5}
+    assert (again.global_steps, again.micro_steps, again.skipped_steps) == (3, 3 * again.gradient_accumulation_steps(), 0)
+    assert again.loss_scale() == (2048 if keys else 1) and again.get_lr() == [pytest.approx(warmup(3))]
+    assert go_on(again, 7) == expected
+    assert again.loss_scale() == engine.loss_scale() and again.get_lr() == engine.get_lr()
+    state = engine.module.full_state_dict()
+    for name, value in again.module.full_state_dict().items():
+        assert torch.equal(value, state[name])
+    if this_rank() == 0:
+        torch.save(state, Path(folder) / "expected.pt")
+
+
+def go_on_elsewhere(stage: int, folder: str) -> None:
+    """The same from that checkpoint at another world size and stage."""
+    engine = resumable(stage)
+    assert engine.load_checkpoint(folder, tag="second")[1] == {}
+    go_on(engine, 7)
+    for name, value in torch.load(Path(folder) / "expected.pt").items():
+        torch.testing.assert_close(engine.module.full_state_dict()[name], value, rtol=1e-5, atol=1e-2 * LR)
+
+
+def test_checkpoints(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2, save_and_go_on, stage=3, folder=str(tmp_path), keys={})
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    ranks(0, go_on_elsewhere, stage=2, folder=str(tmp_path))
+
+
+def test_checkpoints_of_fp16(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2, save_and_go_on, stage=2, folder=str(tmp_path), keys=FP16)
+
+
+def weights_only(folder: str) -> None:
+    engine = resumable(3, **FP16)
+    go_on(engine, 2)
+    engine.save_checkpoint(folder)
+    again = resumable(2, **FP16)
+    again.load_checkpoint(folder, load_module_only=True)
+    assert (again.global_steps, again.loss_scale(), again.get_lr()) == (0, 1024, [pytest.approx(warmup(0))])
+    assert not again.optimizer.state
+    for name, value in engine.module.full_state_dict().items():
+        assert torch.equal(value, again.module.full_state_dict()[name])
+    assert again.load_checkpoint(Path(folder) / "nowhere") == (None, None)
+    with pytest.raises(ConfigError, match="tag is 'a/b'"):
+        again.load_checkpoint(folder, tag="a/b")
+    with pytest.raises(CheckpointError):
+        again.load_checkpoint(folder, tag="missing")
+    with pytest.raises(RankMismatchError, match="ranks disagree about the tag of a checkpoint"):
+        again.save_checkpoint(folder, tag=f"rank{this_rank()}")
+
+
+def test_checkpoints_in_part_and_missing(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2, weights_only, folder=str(tmp_path))
 
 
 # The samples. ---------------------------------------------------------------------------------------------------------
