@@ -26,9 +26,6 @@ UNSUPPORTED = {
     "SparseAdam": "it needs sparse gradients",
 }
 
-#: torch's scalers that look at the gradients of one rank (FSDP's ShardedGradScaler asks all ranks)
-LOCAL_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler)
-
 #: between a scaler's step and the check are its own helper, torch's hooks, a scheduler's counter and perhaps a wrapper or two
 MAX_CALLERS = 16
 
@@ -59,7 +56,7 @@ def check_scaler(optimizer: Optimizer) -> None:
 
     It looks for overflows in the gradients of this rank, and asks the other ranks only if the first gradient of its list is
     sharded: behind a small replicated parameter, some ranks would make a step that others skip, and no error would show it.
-    Only exact torch classes are known; a subclass is its author's business.
+    A subclass with an ``unscale_`` of its own, such as FSDP's ShardedGradScaler, is its author's business.
 
     Raises:
         OptimizerError: names the scaler, a parameter and what to use instead. As no rank can step, parameters stay the same.
@@ -79,14 +76,14 @@ def check_scaler(optimizer: Optimizer) -> None:
 
 
 def _torch_scaler() -> torch.amp.GradScaler | None:
-    """The scaler of torch whose ``step`` is running now, found among the nearest callers."""
+    """The scaler with torch's own ``unscale_`` whose ``step`` is running now, found among the nearest callers."""
     frame = inspect.currentframe()
     for _ in range(MAX_CALLERS):
         if frame is None:
             return None
         if frame.f_code is torch.amp.GradScaler.step.__code__:
             scaler = frame.f_locals["self"]
-            return scaler if type(scaler) in LOCAL_SCALERS else None
+            return scaler if type(scaler).unscale_ is torch.amp.GradScaler.unscale_ else None
         frame = frame.f_back
     return None
 

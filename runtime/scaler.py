@@ -41,9 +41,10 @@ class GradScaler(torch.amp.GradScaler):
     after each good step.
 
     It is right for any mixture of sharded, replicated and plain parameters, of one or several models. Gradients are unscaled
-    and checked in one pass over flat memory, with one collective of five numbers and one wait for the device for each
-    optimizer and step, in ``unscale_`` (or ``step``, if that was not called). Collective where parameters are sharded: every
-    rank makes the same calls, also one without gradients.
+    and checked in one pass over flat memory, with one collective of four numbers and one wait for the device for each
+    optimizer and step, in ``unscale_`` (or ``step``, if that was not called). Collective for an optimizer of a compiled
+    model: every rank makes the same calls, also one without gradients. One that has plain parameters alone is each rank's
+    own business, as torch's is.
 
     Args:
         device: accepted as torch does; gradients are handled where they are.

@@ -89,6 +89,9 @@ def compile(
         sync_init: start every rank from rank 0's parameters and buffers.
         init: gives values to a model on ``meta``, called with one module at a time whose own parameters and buffers are full
             then, such as ``lambda module: module.reset_parameters()``; modules that own none are left out.
+        debug_nonfinite: check what every region computes, and end the step with an error that names the operator, its source
+            line and module, or the argument or parameter, where the first NaN or infinity comes from. For finding it: every
+            region waits for the device, and keeps its inputs until then. Infinities that masks are made of are no alarm.
 
     Returns:
         the compiled module.
@@ -102,7 +105,6 @@ def compile(
         "recompute": recompute,
         "offload": offload,
         "memory_budget": memory_budget,
-        "debug_nonfinite": debug_nonfinite or None,
     }.items():
         if value is not None:
             raise ConfigError(f"{name}={value!r} is not supported in this version; leave it out")
@@ -122,6 +124,7 @@ def compile(
         timeout=timeout,
         max_captures=max_captures,
         sync_init=sync_init,
+        debug_nonfinite=debug_nonfinite,
     )
     place = Mesh.create(mesh, device=_device(model), timeout=timeout)
     chosen = _pipeline(config, pipeline, place)

@@ -14,6 +14,7 @@ from zcompile.errors import ConfigError
 from zcompile.ir import meta
 from zcompile.ir.graph import Grad, Graph, Region, Step, Tangent
 from zcompile.lower import interpret
+from zcompile.lower.finite import Watch, watched
 from zcompile.lower.inductor import compile_region
 from zcompile.lower.program import lower_program
 from zcompile.passes.zero.reduce import Reduce
@@ -52,7 +53,14 @@ class Built:
 
 
 def build(
-    captured: Captured, pipeline: Pipeline, verifier: Verifier, backend: str, *, label: str, dump: Dump | None = None
+    captured: Captured,
+    pipeline: Pipeline,
+    verifier: Verifier,
+    backend: str,
+    *,
+    label: str,
+    dump: Dump | None = None,
+    watch: Watch | None = None,
 ) -> Built:
     """Run the pipeline on a capture and lower the result.
 
@@ -63,6 +71,7 @@ def build(
         backend: ``"eager"`` or ``"inductor"``.
         label: how the step is called in errors.
         dump: where to write the graphs after each pass.
+        watch: check that what regions compute is finite, and how to speak of it; None: they run unwatched.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
@@ -77,9 +86,9 @@ def build(
     step_history = pipeline.run_step(step, verifier, dump, dict(facts))
     backward = step.backward
     program = StepProgram(
-        forward=_lower(step.forward, backend),
-        backward=None if backward is None else _lower(backward, backend),
-        local_backward=cache(lambda: _lower(_local_variant(pure, pipeline, verifier, facts), backend)),
+        forward=_lower(step.forward, backend, watch),
+        backward=None if backward is None else _lower(backward, backend, watch),
+        local_backward=cache(lambda: _lower(_local_variant(pure, pipeline, verifier, facts), backend, watch)),
         label=label,
         num_outputs=captured.num_outputs,
         tangents=_tangents(captured.graph),
@@ -101,10 +110,13 @@ def _local_variant(pure: Step, pipeline: Pipeline, verifier: Verifier, facts: Fa
     return step.backward
 
 
-def _lower(graph: Graph, backend: str) -> Runnable:
+def _lower(graph: Graph, backend: str, watch: Watch | None) -> Runnable:
     """Compile the regions of a scheduled graph, and its top level to a program."""
     bodies = {name: BACKENDS[backend](region) for name, region in graph.regions.items()}
-    return Runnable(lower_program(graph), bodies, collective_sequence(graph))
+    program = lower_program(graph)
+    if watch is not None:
+        program, bodies = watched(graph, program, bodies, watch)
+    return Runnable(program, bodies, collective_sequence(graph))
 
 
 def _tangents(joint: Graph) -> dict[int, tuple[int, ...]]:

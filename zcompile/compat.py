@@ -177,6 +177,12 @@ def dynamo_name(source: str) -> str:
     return source
 
 
+def dynamo_module(source: str) -> str:
+    """The dotted path of what Dynamo calls ``L['self'].model.layers.0`` below the wrapped model; empty for anything else."""
+    path = re.sub(r"\._modules\['([^']*)'\]|\[(\d+)\]", lambda m: f".{m[1] or m[2]}", source)
+    return path.removeprefix("L['self'].model.") if path.startswith("L['self'].model.") else ""
+
+
 def dynamo_global(source: str) -> Any:
     """The object that Dynamo calls ``G['__import_a_dot_b'].name``: a global of another module; None for other sources."""
     match = re.fullmatch(r"G\['__import_(\w+)'\]((?:\.\w+)+)", source)

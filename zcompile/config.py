@@ -34,6 +34,7 @@ class Config:
     timeout: float = 600.0
     max_captures: int = 16
     sync_init: bool = True
+    debug_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from zcompile.build import Built, build
 from zcompile.capture.convert import ParamType
-from zcompile.capture.joint import Call, capture, check_capturable
+from zcompile.capture.joint import Call, capture, check_capturable, path_name
 from zcompile.capture.signature import Fingerprint, Signature, make_signature
 from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten
 from zcompile.config import Config
 from zcompile.errors import RankError, ShardingError, SignatureError, UnfilledError
 from zcompile.ir.graph import Input
+from zcompile.lower.finite import Watch
 from zcompile.pipeline import Dump, Pipeline
 from zcompile.runtime.step import StepRunner
 from zcompile.verify.verifier import Verifier
@@ -76,7 +77,7 @@ class Session:
                 )
         if self._fingerprint.has_forbidden_hooks():
             check_capturable(self.model)
-        tensors, structure, _ = flatten((args, kwargs))
+        tensors, structure, paths = flatten((args, kwargs))
         training = torch.is_grad_enabled()
         signature = make_signature(tensors, structure, training, self._autocast(), self._fingerprint)
         built = self._built.get(signature)
@@ -84,7 +85,7 @@ class Session:
             call = Call(
                 tensors, structure, training, signature.autocast, self.config.compute_dtype, self.config.differentiable
             )
-            built = self._capture(signature, call)
+            built = self._capture(signature, call, [path_name(path[1:]) for path in paths])
         self.latest = built
         outputs = self.runner.forward(built.program, built.captured.constants, tensors)
         for index, alias in built.captured.aliases.items():
@@ -115,7 +116,7 @@ class Session:
                 )
         self._unfilled = False
 
-    def _capture(self, signature: Signature, call: Call) -> Built:
+    def _capture(self, signature: Signature, call: Call, arguments: list[str]) -> Built:
         number = len(self._built)
         reason = "first call" if not self._built else signature.difference(self._nearest(signature))
         if number >= self.config.max_captures:
@@ -133,7 +134,15 @@ class Session:
                 captured = capture(self.model, call, params, self.runner.shards.mesh.device, self.name)
                 dump = Dump.from_environment(f"{self.name}_{number}")
                 with _collector_paused():
-                    built = build(captured, self.pipeline, self._verifier, self.config.backend, label=label, dump=dump)
+                    built = build(
+                        captured,
+                        self.pipeline,
+                        self._verifier,
+                        self.config.backend,
+                        label=label,
+                        dump=dump,
+                        watch=self._watch(arguments),
+                    )
         except RankError:
             raise
         except BaseException as error:
@@ -141,6 +150,11 @@ class Session:
             raise
         self._built[signature] = built
         return built
+
+    def _watch(self, arguments: list[str]) -> Watch | None:
+        mesh = self.runner.shards.mesh
+        prefix = f"[rank {mesh.rank} of {mesh.size}] " if mesh.is_distributed else ""
+        return Watch(prefix, tuple(arguments)) if self.config.debug_nonfinite else None
 
     def _nearest(self, signature: Signature) -> Signature:
         """The capture that differs least, so that the reason is the interesting one."""

@@ -129,6 +129,7 @@ def _outline(graph: Graph, run: _Run, bodies: dict[Any, str], stats: Stats) -> N
     with graph.fx.inserting_after(run.nodes[-1]):
         call = graph.fx.create_node("call_function", ops.region_call, (bodies[key], list(inputs)), name=bodies[key])
     meta.set_value(call, [meta.value(r) for r in results])
+    meta.set_places(call, run.nodes)
     cursor = call
     for index, result in enumerate(results):
         with graph.fx.inserting_after(cursor):
@@ -158,8 +159,7 @@ def _body(nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         new = graph.create_node("call_function", node.target, args, kwargs, name=_stem(node))
         meta.set_value(new, meta.value(node))
-        if "stack_trace" in node.meta:
-            new.meta["stack_trace"] = node.meta["stack_trace"]
+        meta.copy_place(new, node)
         key.append((node.target, _literal_key(node.args, number), _literal_key(node.kwargs, number)))
         env[node] = new
         number[node] = len(number)

@@ -1,7 +1,7 @@
 """What the ranks of the GPU tests run: ``rank_program.py DEVICE BACKEND JOB...``. Rank 0 prints a line of JSON for each job.
 
 Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``, with ``:peers`` for buckets of every size by the copy engines;
-``memory:STAGE``; ``raises``; ``killed``.
+``fp16:STAGE``, with loss scaling; ``memory:STAGE``; ``raises``; ``killed``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zcompile
 from examples.llama import Llama, LlamaConfig
@@ -128,6 +129,47 @@ def stage(device: torch.device, backend: str, number: str, precision: str, way: 
     }
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fp16(device: torch.device, backend: str, number: str) -> dict[str, Any]:
+    """The order of the AMP tutorial, until so many steps were made; the last rank alone overflows in its third try."""
+    model, optimizer = compiled(SMALL, device, backend, int(number), "fp16")
+    scaler = zcompile.GradScaler(hysteresis=1, growth_interval=4)
+    losses: list[float] = []
+    scales, changed, tries = [scaler.get_scale()], 0, 0
+    while len(losses) < STEPS:
+        loss = model(*data(SMALL, len(losses), range(RANK, RANK + 1), device))["loss"]
+        scaler.scale(loss).backward()
+        shards = [local(p.detach()) for p in model.parameters()]
+        if tries == 2 and (number == "0" or RANK == WORLD_SIZE - 1):
+            grads = [local(p.grad) for p in model.parameters()]
+            next(grad for grad in grads if grad.numel()).view(-1)[-1] = math.inf
+        before = [t.clone() for t in shards]
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scaler.step_was_skipped:
+            changed += not all(map(torch.equal, before, shards))
+        else:
+            losses.append(loss.item())
+        scales.append(scaler.get_scale())
+        tries += 1
+    zcompile.unwrap(model)
+    everyone: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(everyone, scales)
+    return {
+        "losses": mean(losses, device),
+        "scales": scales,
+        "same_scales": all(each == scales for each in everyone),
+        "changed_by_skipped_steps": changed,
+    }
+
+
 def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
     """What a larger model holds and takes at most, after two steps; interpreted, to be quick."""
     model, optimizer = compiled(LARGE, device, "eager", int(number), None)
@@ -166,7 +208,7 @@ def fails(device: torch.device, backend: str, how: str, way: str = "") -> dict[s
 
 def run_job(job: str, device: torch.device, backend: str) -> dict[str, Any]:
     name, *options = job.split(":")
-    jobs: dict[str, Any] = {"plain": plain, "fsdp2": fsdp2, "stage": stage, "memory": memory}
+    jobs: dict[str, Any] = {"plain": plain, "fsdp2": fsdp2, "stage": stage, "fp16": fp16, "memory": memory}
     if name in ("raises", "killed"):
         return fails(device, backend, name, *options)
     return jobs[name](device, backend, *options)

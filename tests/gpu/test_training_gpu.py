@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,8 +32,8 @@ def training_jobs(world_size: int) -> list[str]:
 
 def jobs(world_size: int) -> list[str]:
     """Everything that runs on so many ranks, whatever fails in between."""
-    memory = [f"memory:{stage}" for stage in STAGES[world_size]]
-    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *memory]
+    others = [f"{kind}:{stage}" for kind in ("memory", "fp16") for stage in STAGES[world_size]]
+    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *others]
 
 
 JOB_LIMIT = 60.0  # seconds for each job, compilation included, and the same again to start
@@ -123,7 +124,21 @@ def test_bf16_losses_are_as_near_as_fsdp2(results: Results, world_size: int, job
     assert 0 < mine <= 1.5 * theirs + 1e-4, f"mean distance from fp32: {mine:.2e}, FSDP2 {theirs:.2e}"
 
 
-@worlds("job", lambda w: jobs(w)[2:])
+@worlds("stage", STAGES.__getitem__)
+def test_fp16_with_loss_scaling(results: Results, world_size: int, stage: int) -> None:
+    """Near to fp32 training, and one rank's overflow is everybody's: no rank steps, all lower their scale."""
+    reference = results.of(world_size, "plain")["losses"]
+    theirs = distance(results.of(world_size, "fsdp2:bf16")["losses"], reference)
+    result = results.of(world_size, f"fp16:{stage}")
+    mine = distance(result["losses"], reference)
+    assert 0 < mine <= theirs + 1e-4, f"mean distance from fp32: {mine:.2e}, FSDP2 in bf16 {theirs:.2e}"
+    scales = result["scales"]
+    assert result["same_scales"] and scales[3] == scales[2] / 2, scales
+    assert max(b / a for a, b in itertools.pairwise(scales)) == 2, f"it grows again: {scales}"
+    assert result["changed_by_skipped_steps"] == 0
+
+
+@worlds("job", lambda w: [job for job in jobs(w)[2:] if not job.startswith("fp16")])
 def test_nothing_stays_gathered_after_a_step(results: Results, world_size: int, job: str) -> None:
     assert results.of(world_size, job)["gathered_live_bytes"] == 0
 

@@ -200,6 +200,11 @@ class Converter:
             )
         new = self.new.node_copy(node, lambda n: self.env[n])
         new.meta = {k: node.meta[k] for k in _KEEP if k in node.meta}
+        stack = node.meta.get("nn_module_stack") or node.meta.get(
+            "fwd_nn_module_stack"
+        )  # None in either where there is none
+        if stack:
+            meta.set_module(new, compat.dynamo_module(next(reversed(stack.values()))[0]))
         return new
 
     def _aliases(self, input_origins: list[Origin]) -> dict[int, InputAlias]:

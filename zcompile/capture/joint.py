@@ -212,7 +212,7 @@ def _plan_outputs(
         out = eager_run(model, mode, args, kwargs)
     _check_arguments(call.structure, inputs, args, kwargs)
     tensors, structure, paths = flatten(out)
-    names = [_path_name(p) for p in paths]
+    names = [path_name(p) for p in paths]
     for tensor, name in zip(tensors, names, strict=True):
         if param := fake_names.get(compat.storage_id(tensor)):
             raise CaptureError(
@@ -240,7 +240,7 @@ def _check_arguments(
     path = difference(structure, after)
     if path is None and [id(t) for t in tensors] == [id(t) for t in inputs]:
         return
-    name = _path_name((path or ())[1:])
+    name = path_name((path or ())[1:])
     raise CaptureError(
         f"forward changes argument {name} (a list, dict or object that is not a tensor), which a captured graph would not do again; "
         "change a copy of it, and return what the caller needs"
@@ -268,7 +268,8 @@ def _differentiable(call: Call, tensors: list[torch.Tensor], paths: list[Path], 
     return chosen & grads
 
 
-def _path_name(path: Path) -> str:
+def path_name(path: Path) -> str:
+    """A tensor's place in a nested value, as code: ``past[0]``."""
     return "".join(f".{k}" if isinstance(k, str) else f"[{k!r}]" for _, k in path).removeprefix(".") or "result"
 
 

@@ -34,8 +34,8 @@ def call(
     kwargs = kwargs or {}
     node = graph.create_node("call_function", target, args, kwargs, name=name)
     meta.set_value(node, infer(target, args, kwargs))
-    if like is not None and "stack_trace" in like.meta:
-        node.meta["stack_trace"] = like.meta["stack_trace"]
+    if like is not None:
+        meta.copy_place(node, like)
     return node
 
 

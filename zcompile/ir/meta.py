@@ -16,6 +16,8 @@ _ORIGIN = "zc_origin"
 _ROLES = "zc_roles"
 _REGION = "zc_region"
 _SOURCE = "stack_trace"
+_MODULE = "zc_module"
+_PLACES = "zc_places"
 _RECOMPUTE = "recompute"
 #: the partitioner treats tagged nodes with one id as one checkpointed region; far from the ids that user checkpoints get
 _PARAM_CHAINS = 100_000
@@ -87,7 +89,10 @@ def clear_recompute(node: fx.Node) -> None:
 
 def source(node: fx.Node) -> str:
     """The user's source line that a node came from (``file:line``); empty when unknown."""
-    trace = node.meta.get(_SOURCE) or ""
+    return _last_line(node.meta.get(_SOURCE) or "")
+
+
+def _last_line(trace: str) -> str:
     files = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     if not files:
         return ""
@@ -95,6 +100,36 @@ def source(node: fx.Node) -> str:
     path = parts[0].removeprefix("File ").strip().strip('"')
     line = parts[1].replace("line", "").strip() if len(parts) > 1 else "?"
     return f"{path}:{line}"
+
+
+def module(node: fx.Node) -> str:
+    """The dotted path of the submodule whose forward a node came from, or whose backward it is; empty when unknown."""
+    return node.meta.get(_MODULE, "")
+
+
+def set_module(node: fx.Node, path: str) -> None:
+    """Say which submodule a node came from."""
+    node.meta[_MODULE] = path
+
+
+def copy_place(node: fx.Node, like: fx.Node) -> None:
+    """Let a node come from where ``like`` does: source line and submodule."""
+    for key in (_SOURCE, _MODULE):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+
+
+def places(call: fx.Node) -> list[tuple[str, str]]:
+    """For each compute node of the region that a call runs, the source line and submodule that this call is of.
+
+    Calls of several places share one region. Empty when unknown.
+    """
+    return [(_last_line(trace), path) for trace, path in call.meta.get(_PLACES, ())]
+
+
+def set_places(call: fx.Node, nodes: list[fx.Node]) -> None:
+    """Say which nodes a region call stands for."""
+    call.meta[_PLACES] = tuple((node.meta.get(_SOURCE) or "", module(node)) for node in nodes)
 
 
 def num_bytes(val: Any) -> int:

@@ -31,8 +31,12 @@ def interpret(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
         return build(graph)(list(inputs))
 
 
-def build(graph: fx.Graph) -> Callable[[list[Any]], list[Any]]:
+def build(graph: fx.Graph, observe: Callable[[fx.Node, Any], None] | None = None) -> Callable[[list[Any]], list[Any]]:
     """A function that runs a compute graph with real tensors, operator by operator in graph order.
+
+    Args:
+        graph: no collectives, no region calls.
+        observe: is called with each operator's node and result.
 
     Returns:
         A function of one list, the inputs in order; it empties that list and lets go of every value after its last use.
@@ -49,6 +53,8 @@ def build(graph: fx.Graph) -> Callable[[list[Any]], list[Any]]:
             lines.append(f"return [{', '.join(code.argument(a) for a in node.args[0])}]")
         elif node.op != "placeholder":
             lines.append(f"{code.name(node)} = {code.call(node)}")
+            if observe is not None:
+                lines.append(f"{code.constant(observe, 'observe')}({code.constant(node)}, {code.name(node)})")
             lines.extend(code.release(last_uses.get(node, [])))
     source = "def run(args):\n" + "".join(f"    {line}\n" for line in lines)
     exec(compile(source, "<zcompile region>", "exec"), code.constants)
