@@ -200,6 +200,7 @@ class Other:
             (with_("more", lambda: nn.Linear(2, 2)), r"parameter 'more\.weight' is not in the checkpoint"),
             (with_("wide", nn.Parameter(torch.ones(2, 6))), r"'wide' has shape \[2, 6\] and the checkpoint has \[1, 6\]"),
             (with_("norm", lambda: nn.BatchNorm1d(6, track_running_stats=False)), r"the buffer 'norm\.running_mean'"),
+            (with_("mix", lambda: nn.Linear(6, 6)), r"'mix\._extra_state' is not in the model"),
             (lambda: every(tied=False), r"\['embed\.weight', 'head\.weight'\] are one in the checkpoint and several"),
         ]
 

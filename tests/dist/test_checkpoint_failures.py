@@ -282,3 +282,32 @@ def test_the_process_ends_when_the_checkpoint_is_written(tmp_path: Path, how: st
     assert "the program ends" in done.stdout, done.stderr
     assert done.returncode == (1 if how == "raises" else 0), done.stderr
     assert open_checkpoint(tmp_path).step == 5
+
+
+ENDS = """
+import os, signal, sys, time, torch, torch.distributed as dist, zcompile
+from zcompile.runtime.checkpoint import storage
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
+model = zcompile.compile(torch.nn.Linear(3, 3), backend="eager")
+write = storage.write
+def slow(*args):
+    time.sleep(1.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*args)
+storage.write = slow
+zcompile.save_checkpoint(sys.argv[1] + "/c", model, step=5, asynchronous=True)
+"""
+
+
+@pytest.mark.wide
+def test_a_process_that_has_ended_does_not_wait_for_the_dead(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", ENDS, str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert ranks[1].wait(120) == -signal.SIGKILL
+    begin = time.monotonic()
+    ranks[0].wait(120)
+    assert time.monotonic() - begin < 60, "the model's timeout is 600 s"
+    assert not (tmp_path / "c" / MANIFEST).exists()
