@@ -40,6 +40,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lower": ("analysis", "program"),
     "plan": ("analysis",),
     "runtime": ("ops", "program"),
+    "dsconfig": ("errors",),
+    "lr_schedules": ("errors",),
+    "loader": ("errors",),
 }
 # These make up the public surface, stand on top and may import every layer.
 TOP = frozenset(
@@ -49,10 +52,14 @@ TOP = frozenset(
         "api",
         "build",
         "checkpoint",
+        "components",
         "contents",
+        "engine",
         "export",
+        "launch",
         "module",
         "optim",
+        "progress",
         "report",
         "restore",
         "session",

@@ -3,8 +3,10 @@
 from zcompile import errors
 from zcompile.api import compile
 from zcompile.checkpoint import Loaded, load_checkpoint, save_checkpoint
+from zcompile.engine import Engine
 from zcompile.errors import ZCompileError
 from zcompile.export import export_safetensors
+from zcompile.launch import initialize
 from zcompile.module import CompiledModule, unwrap
 from zcompile.runtime import optimizer as optim
 from zcompile.runtime.scaler import GradScaler
@@ -14,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompiledModule",
+    "Engine",
     "GradScaler",
     "Loaded",
     "ZCompileError",
@@ -21,6 +24,7 @@ __all__ = [
     "compile",
     "errors",
     "export_safetensors",
+    "initialize",
     "load_checkpoint",
     "load_safetensors",
     "optim",

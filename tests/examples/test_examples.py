@@ -61,6 +61,22 @@ def test_inspect_graph() -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
+def test_deepspeed_style(tmp_path: Path) -> None:
+    """Three steps on two ranks, then three more in one process from its checkpoint."""
+    tiny = ["--seq", "16", "--hidden", "32", "--layers", "1", "--backend", "eager", "--json", "--save", str(tmp_path)]
+    script = str(EXAMPLES / "deepspeed_style.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    output = run([*launch, script, "--steps", "3", *tiny])
+    assert "gradient_accumulation_steps" in output and "bf16.enabled" in output
+    first = json.loads(output.splitlines()[-1])
+    second = json.loads(run([script, "--steps", "6", *tiny]).splitlines()[-1])
+    assert [(r["first_step"], r["last_step"]) for r in (first, second)] == [(0, 3), (3, 6)]
+    assert second["last_loss"] < first["last_loss"] < 6.0
+    assert second["lr"] > first["lr"] > 0
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(EXAMPLES / "resume.py")]
     whole = run([*launch, str(tmp_path / "whole")])
