@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zcompile.errors import ShardingError
+from zcompile.errors import OutOfMemoryError, ShardingError
 from zcompile.placement import ParamSpec
 from zcompile.runtime import full as full_tensors
 from zcompile.runtime.arenas import ArenaKey, ArenaLayout, allocate, detached_view
@@ -65,7 +66,10 @@ class ParameterShards:
             arenas.
         layout: where each shard lies in its arena.
         gradients: their gradients, laid out alike.
+        when_out_of_memory: makes the error to raise from the device's own and what was done (of a step, nothing).
     """
+
+    when_out_of_memory: Callable[[torch.OutOfMemoryError, str], BaseException] | None = None
 
     def __init__(self, specs: Iterable[ParamSpec], mesh: Mesh) -> None:
         """Allocate shards of zeros; every parameter starts unfilled.
@@ -94,6 +98,18 @@ class ParameterShards:
         self._unfilled = set(range(len(self._specs)))
         self.parameters = [self._make_parameter(i) for i in range(len(self._specs))]
         self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters)
+
+    @contextlib.contextmanager
+    def explaining_memory(self, what: str = "") -> Iterator[None]:
+        """An out-of-memory error of the body's is raised with what takes the memory."""
+        try:
+            yield
+        except OutOfMemoryError:
+            raise
+        except torch.OutOfMemoryError as error:
+            if self.when_out_of_memory is None:
+                raise
+            raise self.when_out_of_memory(error, what) from error
 
     # Names and memory. ------------------------------------------------------------------------------------------------
 

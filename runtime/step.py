@@ -133,7 +133,8 @@ class StepRunner:
     def _told(self) -> Iterator[None]:
         """Tell the other ranks when the body fails here: they would wait for collectives that never come."""
         try:
-            yield
+            with self.shards.explaining_memory():
+                yield
         except RankError:
             raise
         except BaseException as error:
@@ -164,7 +165,8 @@ class StepRunner:
         if len(direct) != len(grads):
             mine = {name for name, _ in direct}
             returned = {name: self._fresh(name, value) for name, value in grads if name not in mine}
-        self.shards.accumulate_many([name for name, _ in direct], [value for _, value in direct])
+        with self.shards.explaining_memory():
+            self.shards.accumulate_many([name for name, _ in direct], [value for _, value in direct])
         if self.executor.local_gradients.pending:
             names = list(self.executor.local_gradients.pending)
             self.agreement.event(f"reduction of no_sync gradients ({step.label})", TextSequence.of(*names))

@@ -490,6 +490,29 @@ def set_group_timeout(group: Any, seconds: float) -> None:
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+@contextlib.contextmanager
+def group_store_timeout(group: Any, seconds: float) -> Iterator[None]:
+    """How long waits on the store of ``group`` may take inside. The store may be shared with other groups of this process."""
+    import datetime
+
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    store = _get_process_group_store(group)
+    before = store.timeout
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether a collective of torch's, or its store, lost another process."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
 def urgent_nccl() -> Any:
     """Options of a NCCL group whose kernels go before computation.
 

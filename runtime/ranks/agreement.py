@@ -121,6 +121,10 @@ class Agreement:
         self._raised = _describe(error)
         self._change += 1
 
+    def name_call(self) -> str:
+        """The latest call, such as ``"call 7, forward (train)"``."""
+        return f"call {self._calls}, {self._call[0]}"
+
     def check(self) -> None:
         """Raise what ended this agreement, if something did."""
         if self._error is not None:
@@ -179,7 +183,7 @@ class Agreement:
         """A wait of the device for collective ``needs``, for ``watch_device``."""
         return Wait("waiting", description, f"waits {self._where()}for {description}", needs=needs, since=since)
 
-    def explain(self, error: Exception, description: str) -> RankError:
+    def explain(self, error: BaseException, description: str) -> RankError:
         """A connection broke: find out which rank ended (up to 25 s), break the agreement and return what to raise."""
         if self._board is None:
             return RankError(f"[rank {self.rank} of {self.world_size}] {description} failed: {_describe(error)}")
@@ -198,8 +202,8 @@ class Agreement:
     # Ending. ----------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on. Their waits end with the reason."""
-        if self._error is None:
+        """Tell the other ranks, if there are any, that this one cannot go on. Their waits end with the reason."""
+        if self._error is None and self._board is not None:
             self._break(RankError, f"rank {self.rank} failed {self._where()}with {_describe(error)}")
 
     def close(self) -> None:
@@ -229,9 +233,9 @@ class Agreement:
         wait = self._wait or self._oldest_device_wait()
         calls, (kind, digest) = self._calls, self._call
         state, topic, needs = "running", "", 0
-        text = f"runs its own code after {self._name_call()}" if calls else "has made no call yet"
+        text = f"runs its own code after {self.name_call()}" if calls else "has made no call yet"
         if self._closed:
-            state, text = "closed", f"has left after {self._name_call()}" if calls else "has left without a call"
+            state, text = "closed", f"has left after {self.name_call()}" if calls else "has left without a call"
         elif wait is not None:
             state, text, topic, needs = wait.state, wait.text, wait.topic, wait.needs
             kind, digest = wait.call or (kind, digest)
@@ -351,11 +355,8 @@ class Agreement:
         waits = [w for w in (oldest() for oldest in self._device_waits) if w is not None]
         return min(waits, key=lambda w: w.since, default=None)
 
-    def _name_call(self) -> str:
-        return f"call {self._calls}, {self._call[0]}"
-
     def _where(self) -> str:
-        return f"in {self._name_call()}, " if self._calls else ""
+        return f"in {self.name_call()}, " if self._calls else ""
 
     def _break(self, kind: type[RankError], body: str, *, post: bool = True) -> None:
         """End this agreement: the first reason counts."""

@@ -89,6 +89,7 @@ class Judge:
             )
             return Verdict(RankError, body, silent[0])
         if not silent:
+            board.end_roll(self._roll)
             self._roll = 0
         return None
 
