@@ -497,7 +497,7 @@ def group_store_timeout(group: Any, seconds: float) -> Iterator[None]:
 
     from torch.distributed.distributed_c10d import _get_process_group_store
 
-    store = _get_process_group_store(group)
+    store: Any = _get_process_group_store(group)
     before = store.timeout
     store.set_timeout(datetime.timedelta(seconds=seconds))
     try:
@@ -879,9 +879,12 @@ def _check_ranks() -> None:
 
     for name in ("empty_strided_p2p", "rendezvous", "get_buffer", "get_signal_pad", "barrier"):
         assert hasattr(_SymmetricMemory, name), f"_SymmetricMemory has no {name}"
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
 
-    assert callable(_set_pg_timeout)
+    assert callable(_set_pg_timeout) and callable(_get_process_group_store)
+    waiting: Any = store
+    assert waiting.timeout.total_seconds() > 0 and hasattr(waiting, "set_timeout")
+    assert is_broken_collective(torch.distributed.DistNetworkError("")) and not is_broken_collective(ValueError())
 
 
 #: what ``doctor`` and the test suite run
