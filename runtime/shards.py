@@ -177,12 +177,14 @@ class ParameterShards:
         """The full parameter on every rank: fresh memory, logical shape. Collective."""
         return next(value for _, value in self.iter_full([name]))
 
-    def iter_full(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iter_full(
+        self, names: Iterable[str] | None = None, batch_bytes: int = full_tensors.BATCH_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full parameter) on every rank, gathered a few ahead. Collective: same names everywhere."""
         names = self.names if names is None else list(names)
         indices = [self.index(name) for name in names]
         items = ((self._specs[i], lambda i=i: self._padded[i]) for i in indices)
-        yield from zip(names, full_tensors.gather(self.mesh, items), strict=True)
+        yield from zip(names, full_tensors.gather(self.mesh, items, batch_bytes), strict=True)
 
     def shard_like(self, name: str, full: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """This rank's part of any full tensor of a parameter's shape (optimizer state, say), placed as the parameter

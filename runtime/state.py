@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def full_optimizer_state_dict(
     Raises:
         StateError: the optimizer holds parameters of another model, or state whose placement is unknown.
     """
-    names = _names(shards, optimizer)
+    names = parameter_names(shards, optimizer)
     state: dict[str, dict[str, Any]] = {}
     where: list[tuple[str, str]] = []
     items: list[tuple[ParamSpec, Callable[[], Tensor]]] = []
@@ -112,7 +112,8 @@ def full_optimizer_state_dict(
                     state[name][key] = local_of(value).to(device, copy=True)
                 else:
                     where.append((name, key))
-                    items.append(_gather_item(shards, name, key, value))
+                    spec = check_placed(shards, name, key, value)
+                    items.append((spec, lambda s=spec, v=value: full_tensors.pad(s, local_of(v), shards.mesh.rank)))
     for (name, key), value in zip(where, full_tensors.gather(shards.mesh, items), strict=True):
         state[name][key] = value.to(device)
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
@@ -120,40 +121,58 @@ def full_optimizer_state_dict(
 
 
 @torch.no_grad()
-def load_full_optimizer_state_dict(shards: ParameterShards, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_full_optimizer_state_dict(
+    shards: ParameterShards, optimizer: Optimizer, state: Mapping[str, Any], *, placed: bool = False
+) -> None:
     """Load what ``full_optimizer_state_dict`` gave, saved at any world size and stage; no communication.
 
     The optimizer keeps its groups; their options come from the saved group of their parameters.
 
+    Args:
+        shards: the model's parameters.
+        optimizer: over all or some of them.
+        state: what was saved.
+        placed: tensors are this rank's parts already, as the optimizer holds them; they are taken without a copy.
+
     Raises:
         StateError: the parameters of optimizer and state dict differ, or the saved options of one group do.
     """
-    names = _names(shards, optimizer)
     saved = {_canonical(shards, name): entry for name, entry in state["state"].items()}
-    saved_group = {_canonical(shards, n): group for group in state["param_groups"] for n in group["params"]}
-    held = {names[p] for group in optimizer.param_groups for p in group["params"]}
-    if held != saved_group.keys():
-        missing, extra = sorted(held - saved_group.keys()), sorted(saved_group.keys() - held)
-        raise StateError(
-            f"optimizer state was saved for other parameters: missing {missing}, not in the optimizer {extra}; "
-            "build the optimizer over the parameters that it was saved with"
-        )
     packed: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     position = 0
-    for group in optimizer.param_groups:
-        group_names = [names[p] for p in group["params"]]
-        options = _options(saved_group, group_names, group)
-        groups.append({**options, "params": list(range(position, position + len(group_names)))})
-        for name in group_names:
+    for names, options in matching_groups(shards, optimizer, state["param_groups"]):
+        groups.append({**options, "params": list(range(position, position + len(names)))})
+        for name in names:
             if saved.get(name):
                 entry = saved[name]
-                packed[position] = {key: _sharded(shards, name, key, v) for key, v in entry.items()}
+                packed[position] = {key: _sharded(shards, name, key, v, placed) for key, v in entry.items()}
             position += 1
     optimizer.load_state_dict({"state": packed, "param_groups": groups})
 
 
-def _names(shards: ParameterShards, optimizer: Optimizer) -> dict[Tensor, str]:
+def matching_groups(
+    shards: ParameterShards, optimizer: Optimizer, saved_groups: Sequence[Mapping[str, Any]]
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """For each group of the optimizer, its parameters' names and the options that were saved with them.
+
+    Raises:
+        StateError: the parameters of the optimizer and of the saved groups differ, or the saved options of one group do.
+    """
+    names = parameter_names(shards, optimizer)
+    saved = {_canonical(shards, n): group for group in saved_groups for n in group["params"]}
+    held = {names[p] for group in optimizer.param_groups for p in group["params"]}
+    if held != saved.keys():
+        missing, extra = sorted(held - saved.keys()), sorted(saved.keys() - held)
+        raise StateError(
+            f"optimizer state was saved for other parameters: missing {missing}, not in the optimizer {extra}; "
+            "build the optimizer over the parameters that it was saved with"
+        )
+    members = [([names[p] for p in group["params"]], group) for group in optimizer.param_groups]
+    return [(group_names, _options(saved, group_names, group)) for group_names, group in members]
+
+
+def parameter_names(shards: ParameterShards, optimizer: Optimizer) -> dict[Tensor, str]:
     """The canonical name of every parameter that the optimizer holds."""
     names: dict[Tensor, str] = {}
     num_unknown = 0
@@ -178,8 +197,12 @@ def _canonical(shards: ParameterShards, name: str) -> str:
     return shards.names[shards.index(name)]
 
 
-def _gather_item(shards: ParameterShards, name: str, key: str, value: Tensor) -> tuple[ParamSpec, Callable[[], Tensor]]:
-    """How to gather one state tensor, after checking that it is placed as its parameter is."""
+def check_placed(shards: ParameterShards, name: str, key: str, value: Tensor) -> ParamSpec:
+    """The spec of a parameter, after checking that a state tensor is placed as the parameter is.
+
+    Raises:
+        StateError: it is not, so nobody knows which part of what it is.
+    """
     spec = shards.specs[name]
     fits = tuple(value.shape) == spec.shape
     if isinstance(value, DTensor):
@@ -189,9 +212,9 @@ def _gather_item(shards: ParameterShards, name: str, key: str, value: Tensor) ->
     if not fits:
         raise StateError(
             f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)} and is not placed like the parameter "
-            f"of shape {list(spec.shape)}, so it cannot be gathered; save the optimizer with its own state_dict()"
+            f"of shape {list(spec.shape)}, so it cannot be put together; save the optimizer with its own state_dict()"
         )
-    return spec, lambda: full_tensors.pad(spec, local_of(value), shards.mesh.rank)
+    return spec
 
 
 def _options(
@@ -218,7 +241,7 @@ def _equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return a.keys() == b.keys() and all(bool(a[key] == b[key]) for key in a)
 
 
-def _sharded(shards: ParameterShards, name: str, key: str, value: Any) -> Any:
+def _sharded(shards: ParameterShards, name: str, key: str, value: Any, placed: bool) -> Any:
     """One saved value as the optimizer's state holds it on this rank."""
     if not isinstance(value, Tensor):
         return value
@@ -229,4 +252,4 @@ def _sharded(shards: ParameterShards, name: str, key: str, value: Any) -> Any:
             f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)} and the parameter has "
             f"{list(shards.specs[name].shape)}; load a state of the same model"
         )
-    return shards.shard_like(name, value)
+    return value if placed and value.dim() else shards.shard_like(name, value)

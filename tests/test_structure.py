@@ -48,6 +48,8 @@ TOP = frozenset(
         "__main__",
         "api",
         "build",
+        "checkpoint",
+        "export",
         "module",
         "optim",
         "out_of_memory",

@@ -460,6 +460,44 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+# What the pickle of DCP's metadata is made of; nothing else in one is trusted.
+_DCP_METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+}
+
+
+def load_dcp_metadata(file: Any) -> Any:
+    """The ``.metadata`` of a DCP checkpoint, of which torch unpickles anything; this runs no code of the file.
+
+    Raises:
+        pickle.UnpicklingError: it holds something else than metadata.
+    """
+    import pickle
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if name in _DCP_METADATA.get(module, ()) or (
+                module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            ):
+                return super().find_class(module, name)
+            raise pickle.UnpicklingError(f"DCP metadata holds {module}.{name}, which does not belong there")
+
+    return Reader(file).load()
+
+
 # Ranks: stores and collectives of our own process group. ---------------------------------------------------------------
 
 

@@ -81,6 +81,10 @@ class OutOfMemoryError(ZCompileError, torch.OutOfMemoryError):
     advice: list[tuple[int, str]]
 
 
+class CheckpointError(ZCompileError, RuntimeError):
+    """A checkpoint that cannot be written or read: says on which rank, why, and what is on disk now."""
+
+
 class RankError(ZCompileError, RuntimeError):
     """Another rank failed, is gone or left: names it and its reason."""
 

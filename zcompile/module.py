@@ -17,6 +17,7 @@ from zcompile.errors import ConfigError, ShardingError, StateError
 from zcompile.pipeline import History, Pipeline
 from zcompile.report import Report, optimizer_bytes, state_bytes
 from zcompile.runtime import norm, state
+from zcompile.runtime.checkpoint.saving import Checkpoints
 from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.ranks.sequence import TextSequence
 from zcompile.runtime.shards import Slot
@@ -61,6 +62,7 @@ class CompiledModule(nn.Module):
         own["_config"] = config
         own["pipeline"] = pipeline
         own["_session"] = session
+        own["_checkpoints"] = Checkpoints()
         own["training"] = original.training
 
     def __new__(cls, original: nn.Module, *_: Any) -> CompiledModule:
@@ -294,6 +296,7 @@ def _of_original(name: str) -> Any:
 def unwrap(model: CompiledModule) -> nn.Module:
     """End a compiled model: the eager module with full plain parameters. Collective; the compiled module is unusable then."""
     runner = model._session.runner
+    model._checkpoints.settle()
     model._announce("unwrap")
     if runner.shards.mesh.is_distributed:
         put_full(model.original, runner.shards)

@@ -76,6 +76,16 @@ class Agreement:
             board.submit(lambda _: board.post_position())
             exits.watch_exit(self)
 
+    @property
+    def board(self) -> Board | None:
+        """Where the ranks post; None with one rank, or without a store."""
+        return self._board
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has left."""
+        return self._closed
+
     # Agreeing. --------------------------------------------------------------------------------------------------------
 
     def compare(self, topic: str, text: str) -> None:
@@ -138,13 +148,14 @@ class Agreement:
         self._started += 1
         return self._started
 
-    def poll(self, description: str, ready: Callable[[float], bool], *, needs: int = 0) -> None:
+    def poll(self, description: str, ready: Callable[[float], bool], *, needs: int = 0, topic: str = "") -> None:
         """Call ``ready(seconds)`` until it returns True, while watching the other ranks.
 
         Args:
             description: what is waited for, such as ``"all_gather of layers.3"``.
             ready: tries to finish within the given seconds.
             needs: the collective's number, of ``started``.
+            topic: the vote that is waited for, instead of a collective.
         """
         if self._board is None:
             while not ready(SLICE):
@@ -153,7 +164,8 @@ class Agreement:
         self.check()
         if ready(SLICE):
             return
-        self._wait_until(Wait("waiting", description, f"waits {self._where()}for {description}", needs=needs), ready)
+        text = f"waits {self._where()}for {description}"
+        self._wait_until(Wait("waiting", description, text, topic=topic, needs=needs), ready)
 
     @contextlib.contextmanager
     def waiting(self, description: str) -> Iterator[None]:

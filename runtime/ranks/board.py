@@ -152,6 +152,21 @@ class Board:
         self.submit(post)
         return vote
 
+    def publish(self, topic: str, text: str) -> Vote:
+        """Post ``text`` for ``topic``: done when every rank has posted one. ``texts`` reads them."""
+        vote = Vote(topic, "")
+
+        def post(store: Any) -> None:
+            store.set(f"{topic}/{self.rank}", text)
+            vote.order = store.add(f"{topic}/count", 1)
+            if vote.order == self.world_size:
+                store.set(f"{topic}/done", "same")
+            self._votes[topic] = vote
+            self._pause = FAST_TICK
+
+        self.submit(post)
+        return vote
+
     def stop(self, timeout: float) -> None:
         """End the thread after what was submitted before; waits for it at most ``timeout`` seconds."""
         self._requests.put(None)
@@ -181,6 +196,19 @@ class Board:
             values = [self._store.get(key) for key in keys if self._store.check([key])]
         positions = [Position(**json.loads(value)) for value in values]
         return {p.rank: p for p in positions if p.roll >= roll or p.state == "closed"}
+
+    def texts(self, topic: str) -> list[str]:
+        """What the ranks have published for ``topic``; once for each rank: the last one clears the board."""
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        values = self._store.multi_get(keys) if self._store.has_extended_api() else [self._store.get(k) for k in keys]
+        if self._store.add(f"{topic}/read", 1) == self.world_size:
+            for key in (*keys, f"{topic}/count", f"{topic}/done"):
+                self._store.delete_key(key)
+        return [value.decode() for value in values]
+
+    def all_have_read(self, topic: str) -> bool:
+        """Whether every rank has read what was published for ``topic``."""
+        return self._store.add(f"{topic}/read", 0) >= self.world_size
 
     def decided(self, topic: str) -> bool:
         """Whether the vote on ``topic`` is over."""

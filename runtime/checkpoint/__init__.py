@@ -1,0 +1,1 @@
+"""Checkpoints on disk: parts of tensors, the files that hold them, and how ranks write one together."""
