@@ -10,7 +10,7 @@ from typing import Any
 
 from zcompile import errors
 from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
-from zcompile.runtime.ranks import exits
+from zcompile.runtime.ranks import exits, process
 from zcompile.runtime.ranks.board import Board, Failure, Position
 from zcompile.runtime.ranks.history import Call, History
 from zcompile.runtime.ranks.judge import ADVICE, Judge, Wait, first_difference
@@ -67,6 +67,7 @@ class Agreement:
         self._raised = ""
         self._topics: dict[str, int] = {}
         self._closed = False
+        self._process = process.identity()
         self._device_waits: list[Callable[[], Wait | None]] = []
         self._on_break: list[Callable[[], None]] = []
         self._board: Board | None = None
@@ -253,7 +254,8 @@ class Agreement:
             kind, digest = wait.call or (kind, digest)
         change, raised = self._change, self._raised
         return Position(
-            self.rank, state, text, calls, kind, digest, topic, self._started, needs, change, raised, roll
+            self.rank, state, text, calls, kind, digest, topic, self._started, needs, change, raised, roll,
+            self._process,
         )  # fmt: skip
 
     def on_failure(self, failure: Failure) -> None:

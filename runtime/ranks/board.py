@@ -34,6 +34,7 @@ class Position:
     change: int  # grows whenever any of the above changes
     raised: str  # an exception that left the latest call
     roll: int  # the roll call that this answers
+    process: str  # where it runs
 
 
 @dataclass(frozen=True)

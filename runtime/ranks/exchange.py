@@ -40,6 +40,7 @@ def exchange(agreement: Agreement, topic: str, text: str, *, background: bool = 
         deadline = time.monotonic() + FAREWELL
         while time.monotonic() < deadline and board.ask(lambda _: board.all_have_read(key)) is False:
             time.sleep(0.005)
+        board.submit(lambda store: store.delete_key(f"{key}/read"))
     return texts
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 #: short, for what only the timeout ends
 SHORT = 4.0
 
-GONE = "zcompile.errors.RankError: [rank 0 of 2] rank 1 is gone: no sign of life for "
+GONE = "zcompile.errors.RankError: [rank 0 of 2] rank 1 is gone: its process has ended while rank 0 "
 FAILED = "zcompile.errors.RankError: [rank 0 of 2] rank 1 failed in "
 
 #: for each program: the timeout, what each rank must say, and the exit code of each
@@ -43,7 +43,7 @@ EXPECTED: dict[str, tuple[float, tuple[str, str], tuple[int, int]]] = {
     "dies_in_clip": (60.0, (GONE, ""), (1, -9)),
     "dies_in_torch_clip": (
         60.0,
-        ("[rank 0 of 2] rank 1 is gone: no sign of life for 8 s while rank 0 lost a connection in call 6, backward", ""),
+        ("[rank 0 of 2] rank 1 is gone: its process has ended while rank 0 lost a connection in call 6, backward", ""),
         (1, -9),
     ),
     "dies_in_optimizer": (60.0, (GONE, ""), (1, -9)),
