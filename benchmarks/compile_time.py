@@ -2,6 +2,7 @@
 
 python benchmarks/compile_time.py                          12, 24 and 48 layers, eager and inductor
 python benchmarks/compile_time.py --layers 2,4 --backends eager
+python benchmarks/compile_time.py --size 1.1B --device cuda --layers 16,48 --backends inductor
 
 Each measurement is a process of its own with an empty compile cache; one rank simulates the pipeline of ``--ranks`` ranks,
 so nothing is communicated. Lowering must not grow with depth, everything else at most linearly.
@@ -41,8 +42,8 @@ def timed(seconds: dict[str, float], name: str, call: Callable[..., Any]) -> Cal
     return wrapper
 
 
-def measure(layers: int, backend: str, hidden: int, ranks: int) -> dict[str, Any]:
-    """Compile one model in this process; seconds by part."""
+def measure(layers: int, backend: str, size_name: str, device: str, ranks: int) -> dict[str, Any]:
+    """Compile one model in this process; seconds by part. Beside the smallest size, under bf16."""
     import torch
 
     import zcompile
@@ -55,13 +56,15 @@ def measure(layers: int, backend: str, hidden: int, ranks: int) -> dict[str, Any
     session.capture = timed(seconds, "capture", session.capture)
     build.split = timed(seconds, "split", build.split)
     build._lower = timed(seconds, "lower", build._lower)
-    size = dataclasses.replace(SIZES["tiny"], hidden=hidden, layers=layers, ffn=3 * hidden, seq=64)
-    config = Config(stage=3)
+    size = dataclasses.replace(SIZES[size_name], layers=layers)
+    precision = None if size_name == "tiny" else "bf16"
+    config = Config(stage=3, precision=precision)
     pipeline = passes.default_pipeline(config, size=ranks) if ranks > 1 else None
-    model = zcompile.compile(Llama(size), backend=backend, pipeline=pipeline)
+    with torch.device(device):
+        model = zcompile.compile(Llama(size), backend=backend, precision=precision, pipeline=pipeline)
     verifier = model._session._verifier
     verifier.verify = timed(seconds, "verify", verifier.verify)
-    tokens = torch.zeros(size.micro_batch, size.seq, dtype=torch.long)
+    tokens = torch.zeros(size.micro_batch, size.seq, dtype=torch.long, device=device)
 
     class Done(Exception):
         """Compiled; running the program of several ranks on one makes no sense."""
@@ -92,14 +95,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="12,24,48")
     parser.add_argument("--backends", default="eager,inductor")
-    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--size", default="tiny", help="of benchmarks/llama.py, with other numbers of layers")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--one", action="store_true", help="measure in this process and print JSON")
     args = parser.parse_args()
     layers = [int(n) for n in args.layers.split(",")]
     if args.one:
-        print("RESULT " + json.dumps(measure(layers[0], args.backends, args.hidden, args.ranks)))
+        print("RESULT " + json.dumps(measure(layers[0], args.backends, args.size, args.device, args.ranks)))
         return
     results = []
     for backend in args.backends.split(","):
@@ -108,14 +112,14 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as cache:
                 environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
                 command = [sys.executable, __file__, "--one", "--layers", str(count), "--backends", backend]
-                command += ["--hidden", str(args.hidden), "--ranks", str(args.ranks)]
+                command += ["--size", args.size, "--device", args.device, "--ranks", str(args.ranks)]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if not lines:
                 raise SystemExit(f"{count} layers, {backend}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
             rows.append(json.loads(lines[-1].removeprefix("RESULT ")))
         results += rows
-        print(f"\n{backend}, hidden {args.hidden}, seconds (ratio to {layers[0]} layers)\n")
+        print(f"\n{backend}, {args.size}, seconds (ratio to {layers[0]} layers)\n")
         print("| layers | " + " | ".join(PARTS) + " | distinct/total regions |")
         print("|" + "---|" * (len(PARTS) + 2))
         for row in rows:

@@ -10,31 +10,13 @@ from torch import Tensor
 
 from zcompile.errors import RegionError
 from zcompile.program import Call, Program, Release, Start, TensorType, Wait
+from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives, Pending
 from zcompile.runtime.shards import ParameterShards
 
 #: takes a list of tensors, which it may clear, and returns results
 Body = Callable[[list[Tensor]], Sequence[Any]]
-
-
-class LocalGradients:
-    """Gradients that ``no_sync`` backwards left on this rank, in the form in which a reduction reads them."""
-
-    def __init__(self) -> None:
-        self.pending: dict[str, Tensor] = {}
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add to what is pending for a parameter; ``value`` is not kept."""
-        if name in self.pending:
-            self.pending[name].add_(value)
-        else:
-            self.pending[name] = value.clone()
-
-    def take(self, name: str, value: Tensor) -> Tensor:
-        """``value`` plus what was pending, which is not any more."""
-        pending = self.pending.pop(name, None)
-        return value if pending is None else pending.add_(value)
 
 
 class Executor:
@@ -44,13 +26,20 @@ class Executor:
         shards: parameters and gradients.
         collectives: the model's own collectives.
         buffers: memory of gathered parameters.
+        accumulation: local gradients that reductions take along.
+
+    Attributes:
+        takes_local: whether reductions of the next program take them along.
     """
 
-    def __init__(self, shards: ParameterShards, collectives: Collectives, buffers: Buffers) -> None:
+    def __init__(
+        self, shards: ParameterShards, collectives: Collectives, buffers: Buffers, accumulation: Accumulation
+    ) -> None:
         self.shards = shards
         self.collectives = collectives
         self.buffers = buffers
-        self.local_gradients = LocalGradients()
+        self.accumulation = accumulation
+        self.takes_local = True
         self._checked: set[int] = set()
 
     def run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> list[Any]:
@@ -97,9 +86,12 @@ class Executor:
             outputs = self.buffers.take(ins.types)
             started = self.collectives.all_gather(outputs, sends, ins.label)
         else:
-            if self.local_gradients.pending:
+            if (
+                self.takes_local and self.accumulation.local
+            ):  # what was added up may be wider than what one backward sends
                 sends = [
-                    self.local_gradients.take(name, t) if name else t for name, t in zip(ins.grads, sends, strict=True)
+                    (self.accumulation.take_local(name, t) if name else t).to(kind.dtype)
+                    for name, t, kind in zip(ins.grads, sends, ins.types, strict=True)
                 ]
             outputs = self._gradient_memory(ins)
             if ins.op == "reduce_scatter":
@@ -124,19 +116,20 @@ class Executor:
             outputs.append(torch.empty(kind.shape, dtype=kind.dtype, device=self.buffers.device))
         return outputs
 
-    def reduce_leftovers(self, axis_label: str) -> None:
-        """Reduce and accumulate local gradients that no reduction of the last backward took along, in the model's order."""
-        names = [n for n in self.shards.specs if n in self.local_gradients.pending]
-        for name in names:
+    def reduce_local(self, names: Sequence[str], label: str) -> list[tuple[str, Tensor]]:
+        """Reduce local gradients, which are not held any more; (parameter, padded shard) pairs in the model's order."""
+        reduced = []
+        for name in sorted(names, key=self.shards.index):
             spec = self.shards.specs[name]
-            send = self.local_gradients.pending.pop(name)
+            send = self.accumulation.local.pop(name)
             if spec.is_sharded:
                 out = torch.empty(spec.padded_local_shape, dtype=send.dtype, device=send.device)
-                self.collectives.reduce_scatter([out], [send], description=f"{axis_label} of {name}").wait()
+                self.collectives.reduce_scatter([out], [send], description=f"{label} of {name}").wait()
             else:
                 out = send
-                self.collectives.all_reduce([out], description=f"{axis_label} of {name}").wait()
-            self.shards.accumulate(name, out)
+                self.collectives.all_reduce([out], description=f"{label} of {name}").wait()
+            reduced.append((name, out))
+        return reduced
 
 
 def _check_results(call: Call, results: Sequence[Any]) -> None:

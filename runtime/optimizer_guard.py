@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile.errors import OptimizerError
+from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import Replaced
 from zcompile.runtime.shards import ParameterShards, Slot
 
@@ -46,17 +47,40 @@ def check_optimizer(optimizer: Optimizer) -> None:
             )
 
 
-def watch_optimizers(shards: ParameterShards) -> None:
-    """Run ``check_optimizer`` before every ``step`` of any torch optimizer, for as long as ``shards`` lives.
+def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> None:
+    """Check every ``step`` of any torch optimizer, for as long as ``shards`` lives: ``check_optimizer``, and that no gradient
+    of its parameters was added up without having come to ``.grad``.
 
     torch offers this hook for the whole process; it costs one look at the optimizer's class.
     """
+    watched = weakref.ref(shards)
 
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_optimizer(optimizer)
+        if names := accumulation.names():
+            _check_complete(optimizer, watched(), names, accumulation)
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(shards, handle.remove)
+
+
+def _check_complete(
+    optimizer: Optimizer, shards: ParameterShards | None, names: list[str], accumulation: Accumulation
+) -> None:
+    """Refuse a step that would leave gradients behind.
+
+    Raises:
+        OptimizerError: names a parameter, and the ways to complete its gradient.
+    """
+    mine = {owner.names[index] for owner, index in _managed(optimizer) if owner is shards}
+    missed = [name for name in names if name in mine]
+    if missed:
+        window = f", {accumulation.position} of {accumulation.steps} of the declared window" * (accumulation.steps > 1)
+        raise OptimizerError(
+            f"optimizer {type(optimizer).__name__} would step without the gradients of {len(missed)} parameters ('{missed[0]}' "
+            f"first) that backward calls left out of .grad{window}; step after a backward outside of no_sync that ends the "
+            "window, call model.sync_gradients() first, or model.zero_grad() to drop them"
+        )
 
 
 def repoint(shards: ParameterShards, replaced: Replaced) -> int:

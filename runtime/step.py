@@ -100,10 +100,13 @@ class StepRunner:
         Returns:
             (parameter, padded gradient shard) pairs, and the gradients of inputs by index.
         """
-        backward = self._local(step) if self.local_only else step.backward
+        local = self.keeps_local()
+        backward = self._local(step) if local else step.backward
         assert backward is not None
         program = backward.program
-        self.agreement.event(f"backward ({step.label}{', no_sync' * self.local_only})", backward.sequence)
+        kind = (", no_sync" if self.local_only else ", within a window") * local
+        self.executor.takes_local = self.in_default_mode()  # else they wait for a backward that accumulates
+        self.agreement.event(f"backward ({step.label}{kind})", backward.sequence)
         saved.check_versions()
         kept = saved.take_kept(keep)
         slots: list[Any] = [None] * program.num_slots
@@ -141,6 +144,11 @@ class StepRunner:
             self.agreement.fail(error)
             raise
 
+    def keeps_local(self) -> bool:
+        """Inside a backward: whether its gradients stay on this rank for now."""
+        held = self.executor.accumulation
+        return (self.local_only or (held.defers and not held.at_last)) and self.in_default_mode()
+
     def in_default_mode(self) -> bool:
         """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does.
 
@@ -151,27 +159,67 @@ class StepRunner:
 
     def accumulate(self, step: StepProgram, grads: list[tuple[str, Tensor]]) -> dict[str, Any]:
         """Put gradients where they belong; returns those that the engine must handle, by parameter."""
-        if self.local_only:
+        held = self.executor.accumulation
+        if self.keeps_local():
             for name, value in grads:
-                self.executor.local_gradients.add(name, value)
-            return {}
-        returned: dict[str, Any] = {}
-        direct = grads
+                held.add_local(name, value)
+            held.advance(reduces=False)
+            return self._for_hooks(step, [name for name, _ in grads])
         if not self.in_default_mode():
-            direct = []
+            return {name: self._fresh(name, value) for name, value in grads}
+        leftovers: dict[str, Tensor] = {}
+        if held.local:
+            self.agreement.event(f"reduction of local gradients ({step.label})", TextSequence.of(*held.local))
+            leftovers = dict(self.executor.reduce_local(list(held.local), "reduction"))
         hooked = {name for name, _ in grads if compat.tensor_hooks(self.shards.parameter(name))}
-        if hooked:
-            direct = [g for g in direct if g[0] not in hooked]
-        if len(direct) != len(grads):
-            mine = {name for name, _ in direct}
-            returned = {name: self._fresh(name, value) for name, value in grads if name not in mine}
-        with self.shards.explaining_memory():
-            self.shards.accumulate_many([name for name, _ in direct], [value for _, value in direct])
-        if self.executor.local_gradients.pending:
-            names = list(self.executor.local_gradients.pending)
-            self.agreement.event(f"reduction of no_sync gradients ({step.label})", TextSequence.of(*names))
-            self.executor.reduce_leftovers("reduction")
-        return returned
+        grads = [(name, value + leftovers.pop(name) if name in leftovers else value) for name, value in grads]
+        grads = self._through_window([*grads, *leftovers.items()])
+        direct = [g for g in grads if g[0] not in hooked] if hooked else grads
+        self.shards.accumulate_many([name for name, _ in direct], [value for _, value in direct])
+        return {name: self._fresh(name, value) for name, value in grads if name in hooked}
+
+    def _for_hooks(self, step: StepProgram, names: list[str]) -> dict[str, Any]:
+        """Local gradients of the parameters that have hooks, reduced: a hook is called in every backward, with a gradient."""
+        parameters = [(name, self.shards.parameter(name)) for name in names]
+        hooked = [name for name, p in parameters if compat.tensor_hooks(p) or compat.accumulation_hooks(p)]
+        if not hooked:
+            return {}
+        self.agreement.event(f"reduction of gradients with hooks ({step.label})", TextSequence.of(*hooked))
+        reduced = self.executor.reduce_local(hooked, "reduction")
+        return {name: self._fresh(name, value) for name, value in reduced}
+
+    def _through_window(self, grads: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The gradients that are complete: all but those that are added up over the window, and these when it ends."""
+        held = self.executor.accumulation
+        ends = held.at_last
+        held.advance(reduces=True)
+        if held.dtype is None:
+            return grads
+        if ends:
+            complete = [(name, held.take_reduced(name, value)) for name, value in grads]
+            return complete + self._take_reduced()
+        complete = []
+        for name, value in grads:
+            if held.holds_back(self.shards.specs[name].dtype):
+                held.add_reduced(name, value)
+            else:
+                complete.append((name, value))
+        return complete
+
+    def _take_reduced(self) -> list[tuple[str, Tensor]]:
+        """The gradients that were added up over a window; nothing is held any more."""
+        held = self.executor.accumulation
+        names = [name for name in self.shards.specs if name in held.reduced]
+        return [(name, held.reduced.pop(name)) for name in names]
+
+    def finish_window(self) -> None:
+        """Reduce local gradients now, put all that was added up into ``.grad``, and begin a window. Collective."""
+        held = self.executor.accumulation
+        self.agreement.event("sync_gradients", TextSequence.of(*held.names()))
+        local = self.executor.reduce_local(list(held.local), "sync_gradients")
+        grads = [(name, held.take_reduced(name, value)) for name, value in local] + self._take_reduced()
+        self.shards.accumulate_many([name for name, _ in grads], [value for _, value in grads])
+        held.clear()
 
     def _fresh(self, name: str, padded: Tensor) -> Tensor:
         """A gradient of its own memory, placed as its parameter is."""
@@ -272,6 +320,7 @@ class _Step(torch.autograd.Function):
                 given[index] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 given[index].zero_() if tangent is None else given[index].copy_(tangent)
         grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
-        returned = ctx.runner.accumulate(step, grads)
+        with ctx.runner.shards.explaining_memory():
+            returned = ctx.runner.accumulate(step, grads)
         inputs = [input_grads.get(i) for i in range(ctx.num_inputs)]
         return (None, None, None, None, None, *inputs, *[returned.get(name) for name in step.trainable])

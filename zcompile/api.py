@@ -21,6 +21,7 @@ from zcompile.module import CompiledModule
 from zcompile.out_of_memory import explain
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec, choose_shard_dim
+from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import adopt, install, sync_buffers
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives
@@ -49,6 +50,7 @@ def compile(
     offload: Any = None,
     memory_budget: Any = None,
     gradient_accumulation_steps: int = 1,
+    accumulate_dtype: str | torch.dtype | None = None,
     ignore: str | Iterable[str] = (),
     keep_fp32: str | Iterable[str] = (),
     differentiable: Sequence[str | int] | None = None,
@@ -73,7 +75,10 @@ def compile(
         reduce_dtype: dtype of gradient reductions; None: that of the masters.
         backend: ``"inductor"`` compiles regions, ``"eager"`` interprets them (the reference).
         policy: schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``, or ``"none"``.
-        gradient_accumulation_steps: the declared window of backward calls.
+        gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many. Stages 0
+            and 1 communicate at its end alone, and keep full gradients until then; the caller scales the loss.
+        accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
+            is narrower; None: their own dtype.
         ignore: glob patterns of parameters that are not sharded.
         keep_fp32: glob patterns of parameters that are computed in fp32 under ``precision``.
         differentiable: names or indices of the outputs that may get a gradient. Default: a float scalar called ``loss``
@@ -111,6 +116,7 @@ def compile(
         backend=backend,
         policy=policy,
         gradient_accumulation_steps=gradient_accumulation_steps,
+        accumulate_dtype=dtype_name(accumulate_dtype),
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
         differentiable=_differentiable(differentiable),
@@ -155,8 +161,13 @@ def _take_over(
     if init is not None:
         fill(shards, model, init, sync=config.sync_init)
     repoint(shards, replaced)
-    watch_optimizers(shards)
-    executor = Executor(shards, collectives, Buffers(mesh.device))
+    accumulation = Accumulation(
+        config.gradient_accumulation_steps,
+        defers=config.defers_reduction and mesh.is_distributed,
+        dtype=config.wide_dtype,
+    )
+    watch_optimizers(shards, accumulation)
+    executor = Executor(shards, collectives, Buffers(mesh.device), accumulation)
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
 
     def param_type(name: str) -> ParamType:

@@ -425,6 +425,11 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook`` was called on ``tensor`` and the hook is still there."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 def forward_hooks(module: nn.Module) -> list[dict[Any, Any]]:
     """The hooks of a module that become part of a captured graph: tables of functions."""
     return [module._forward_pre_hooks, module._forward_hooks]
@@ -925,6 +930,27 @@ def _check_ranks() -> None:
     assert is_broken_collective(torch.distributed.DistNetworkError("")) and not is_broken_collective(ValueError())
 
 
+def _check_dcp_metadata() -> None:
+    import io
+    import pickle
+    import tempfile
+    from pathlib import Path
+
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save({"a": torch.ones(2, 3), "b": 1}, storage_writer=FileSystemWriter(folder), no_dist=True)
+        with open(Path(folder) / ".metadata", "rb") as file:
+            metadata = load_dcp_metadata(file)
+    assert metadata.state_dict_metadata["a"].size == (2, 3), "DCP's metadata has another form"
+    try:
+        load_dcp_metadata(io.BytesIO(pickle.dumps(nn.Linear)))
+    except pickle.UnpicklingError:
+        return
+    raise AssertionError("foreign types are loaded from DCP's metadata")
+
+
 #: what ``doctor`` and the test suite run
 SELF_TESTS: dict[str, Callable[[], None]] = {
     "fake tensors": _check_fake,
@@ -937,6 +963,7 @@ SELF_TESTS: dict[str, Callable[[], None]] = {
     "tensor lists and moved hooks": _check_tensor_lists,
     "lent tensors": _check_lending,
     "ranks": _check_ranks,
+    "metadata of DCP": _check_dcp_metadata,
 }
 
 

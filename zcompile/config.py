@@ -26,6 +26,7 @@ class Config:
     backend: str = "inductor"
     policy: str = "prefetch"
     gradient_accumulation_steps: int = 1
+    accumulate_dtype: str | None = None
     ignore: tuple[str, ...] = ()
     keep_fp32: tuple[str, ...] = ()
     differentiable: tuple[str | int, ...] | None = None
@@ -47,6 +48,12 @@ class Config:
             raise ConfigError(
                 f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; it must be at least 1"
             )
+        if self.accumulate_dtype not in (None, "fp32"):
+            raise ConfigError(
+                f"accumulate_dtype is {self.accumulate_dtype!r}; it must be fp32, or None for the gradients' own dtype"
+            )
+        if self.accumulate_dtype is not None and self.gradient_accumulation_steps == 1:
+            raise ConfigError("accumulate_dtype is for a declared window; pass gradient_accumulation_steps=N as well")
         if self.max_captures < 1:
             raise ConfigError(f"max_captures is {self.max_captures}; it must be at least 1")
         if self.timeout <= 0:
@@ -56,6 +63,16 @@ class Config:
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype of compute and gathers; None: the model's own."""
         return None if self.precision is None else _PRECISIONS[self.precision]
+
+    @property
+    def wide_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are added up over a window; None: their own."""
+        return None if self.accumulate_dtype is None else torch.float32
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Whether a declared window reduces at its end alone (ZeRO stages 0 and 1) and not in each backward."""
+        return self.stage <= 1
 
     @property
     def compute_spec(self) -> str | None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.checkpoint import dtype_name, meeting_of, saved_buffers
-from zcompile.errors import ConfigError, StateError
+from zcompile.checkpoint import meeting_of
+from zcompile.contents import check_filled, dtype_name, saved_buffers
+from zcompile.errors import ConfigError
 from zcompile.module import CompiledModule
 from zcompile.runtime.checkpoint.folder import write_file
 from zcompile.runtime.checkpoint.swap import put_in_place, recover, take_over
@@ -51,7 +52,8 @@ def export_safetensors(
 
     Raises:
         CheckpointError: on every rank, when rank 0 could not write; what was at ``path`` is still there.
-        StateError: a parameter or buffer without a value.
+        UnfilledError: a parameter or buffer has no value yet.
+        ConfigError: an argument that has no meaning.
         RankError: another rank is gone, or makes another call.
     """
     path = Path(path)
@@ -66,11 +68,7 @@ def export_safetensors(
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; pass a positive number of bytes")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype is {dtype}; pass a floating-point dtype, or None to keep that of each tensor")
-        unfilled = shards.unfilled() + [n for n, b in buffers.items() if b.is_meta]
-        if unfilled:
-            raise StateError(
-                f"'{unfilled[0]}' has no value yet ({len(unfilled)} in all) and cannot be exported; fill it first"
-            )
+        check_filled(model, "exported")
         if shards.mesh.rank == 0:
             if extra_state:
                 log.warning("safetensors files hold tensors only: '%s' is left out", next(iter(extra_state)))

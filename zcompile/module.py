@@ -225,13 +225,28 @@ class CompiledModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep full gradients on this rank; the next backward outside reduces the sum."""
+        """Backwards inside keep full gradients on this rank; the next backward outside reduces the sum.
+
+        ``sync_gradients`` reduces it without another backward; an optimizer step before either is an error.
+        """
         runner = self._session.runner
         before, runner.local_only = runner.local_only, True
         try:
             yield
         finally:
             runner.local_only = before
+
+    def sync_gradients(self) -> None:
+        """Complete ``.grad`` now: reduce what backwards inside ``no_sync`` or of an unfinished window left. Collective.
+
+        For the last, shorter window of an epoch. The next backward begins a window.
+        """
+        self._session.runner.finish_window()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are not in ``.grad`` yet are dropped too, and a declared window begins anew."""
+        super().zero_grad(set_to_none)
+        self._session.runner.executor.accumulation.clear()
 
     # Full parameters. -------------------------------------------------------------------------------------------------
 
@@ -278,7 +293,7 @@ class CompiledModule(nn.Module):
             stage=self._config.stage,
             parameter_bytes=params,
             parameter_bytes_total=all_params,
-            gradient_bytes=grads,
+            gradient_bytes=grads + runner.executor.accumulation.num_bytes,
             gradient_bytes_total=all_grads,
             optimizer_bytes=mine,
             optimizer_bytes_total=total,

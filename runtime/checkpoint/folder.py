@@ -88,10 +88,12 @@ def check_files(path: Path, manifest: Manifest, rank: int, size: int) -> None:
     """
     folder = path / manifest.data
     for name, num_bytes in list(manifest.files.items())[rank::size]:
-        found = (folder / name).stat().st_size if (folder / name).exists() else None
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder / name} is missing; load another checkpoint") from None
         if found != num_bytes:
-            problem = "is missing" if found is None else f"has {found} bytes of {num_bytes}"
-            raise CheckpointError(f"{folder / name} {problem}; load another checkpoint")
+            raise CheckpointError(f"{folder / name} has {found} bytes of {num_bytes}; load another checkpoint")
 
 
 def begin(path: Path) -> str:

@@ -87,7 +87,7 @@ class Saving:
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+        self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
         self._told = False
         self._thread = threading.Thread(target=self._run, name="zcompile-checkpoint", daemon=False)
@@ -121,8 +121,10 @@ class Saving:
         return self._told
 
     def _run(self) -> None:
+        work, self._work = self._work, None  # it holds the copies of all values
+        assert work is not None
         try:
-            self._work()
+            work()
         except BaseException as error:
             self._error = error
 

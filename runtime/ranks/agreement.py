@@ -64,6 +64,7 @@ class Agreement:
         self._started = 0
         self._change = 0
         self._wait: Wait | None = None
+        self.beside: Wait | None = None  # of another thread than the training one, which ends it at the timeout
         self._raised = ""
         self._topics: dict[str, int] = {}
         self._closed = False
@@ -264,7 +265,7 @@ class Agreement:
             self._break(kind, failure.body, post=False)
 
     def on_tick(self, now: float) -> None:
-        board, wait = self._board, self._wait or self._oldest_device_wait()
+        board, wait = self._board, self._wait or self._oldest_device_wait() or self.beside
         if board is None or wait is None or self._error is not None:
             return
         waited = now - wait.since
@@ -278,7 +279,7 @@ class Agreement:
             if wait.call is not None and other is not None:
                 body += first_difference(self.rank, self._lines[wait.call], verdict.rank, other)
             self._break(kind, body)
-        elif wait is not self._wait and waited > self.timeout:  # nobody on the host waits: the thread gives up
+        elif waited > self.timeout and wait not in (self._wait, self.beside):  # nobody waits on the host: give up here
             self._break(RankTimeoutError, self._judge.name_missing(wait, self._judge.latest))
 
     # Inside. ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from zcompile.errors import RankError, RankTimeoutError
@@ -16,8 +17,7 @@ def exchange(agreement: Agreement, topic: str, text: str, *, background: bool = 
         agreement: of the model.
         topic: used once in the life of the model, the same on every rank.
         text: what this rank has to say.
-        background: called beside the thread that trains. Then nobody asks where the others are: the wait ends when the
-            training thread finds that one is lost, when this rank leaves, or with the agreement's timeout.
+        background: called beside the thread that trains: the wait also ends when this rank leaves.
 
     Raises:
         RankError: another rank failed, is gone or left.
@@ -29,9 +29,7 @@ def exchange(agreement: Agreement, topic: str, text: str, *, background: bool = 
     agreement.check()
     key = f"exchange/{topic}"
     vote = board.publish(key, text)
-    if background:
-        _wait(agreement, board, vote, topic)
-    else:
+    if not background or not _wait(agreement, board, vote, topic):
         agreement.poll(f"all ranks to come to {topic}", vote.done.wait, topic=key)
     texts = board.ask(lambda _: board.texts(key))
     if texts is None:
@@ -44,10 +42,21 @@ def exchange(agreement: Agreement, topic: str, text: str, *, background: bool = 
     return texts
 
 
-def _wait(agreement: Agreement, board: Board, vote: Vote, topic: str) -> None:
-    deadline = time.monotonic() + agreement.timeout
+def _wait(agreement: Agreement, board: Board, vote: Vote, topic: str) -> bool:
+    """Wait beside the thread that trains; False when the program has ended, so that nobody else waits for the ranks."""
+    begin = time.monotonic()
+    agreement.beside = agreement.device_wait(f"all ranks to come to {topic}", 0, begin)  # asks where the others are
+    try:
+        return _is_done(agreement, board, vote, topic, begin + agreement.timeout)
+    finally:
+        agreement.beside = None
+
+
+def _is_done(agreement: Agreement, board: Board, vote: Vote, topic: str, deadline: float) -> bool:
     while not vote.done.wait(SLICE):
         agreement.check()
+        if not threading.main_thread().is_alive():
+            return False
         if board.lost or agreement.is_closed:
             why = f"the store is gone ({board.lost})" if board.lost else "this rank has left"
             raise RankError(f"{_head(agreement)} stops waiting for all ranks to come to {topic}: {why}")
@@ -56,6 +65,7 @@ def _wait(agreement: Agreement, board: Board, vote: Vote, topic: str) -> None:
                 f"{_head(agreement)} waits for all ranks to come to {topic} since {agreement.timeout:.0f} s; "
                 "find out why, or pass a longer timeout"
             )
+    return True
 
 
 def _head(agreement: Agreement) -> str:

@@ -50,7 +50,7 @@ def test_train_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compile_time() -> None:
-    text = run("compile_time.py", "--layers", "1,2", "--backends", "eager", "--hidden", "32")
+    text = run("compile_time.py", "--layers", "1,2", "--backends", "eager")
     assert "| 2 | " in text
 
 

@@ -12,9 +12,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = ["--steps", "4", "--batch", "2", "--seq", "16", "--hidden", "32", "--layers", "2", "--max-mib", "1"]
 
 
-def run(command: list[str]) -> str:
+def run(command: list[str], **variables: str) -> str:
     """Run Python with one thread on a CPU and return what it printed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     paths = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     result = subprocess.run(
@@ -76,3 +76,13 @@ def test_inspect_graph() -> None:
     for name in ("shard", "unshard", "reduce", "prefetch"):
         assert f"{name}{{" in output
     assert "zc.all_gather" in output and "zc.reduce_scatter" in output
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_resume(tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(EXAMPLES / "resume.py")]
+    whole = run([*launch, str(tmp_path / "whole")])
+    assert whole.startswith("steps 0 to 20: loss ")
+    assert run([*launch, str(tmp_path / "parts")], STEPS="8").startswith("steps 0 to 8: loss ")
+    assert run([*launch, str(tmp_path / "parts")]) == whole.replace("steps 0 to", "steps 8 to")

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.runtime.models import full_gradients, plan, reduced, set_gradients
 from zcompile.errors import OptimizerError
+from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import adopt, install
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer import AdamW
@@ -47,7 +48,7 @@ def taken_over(model: nn.Module) -> ParameterShards:
 def test_optimizers_that_cannot_work_say_so_in_step(make: Callable[..., Any], message: str) -> None:
     model = nn.Linear(3, 4)
     shards = taken_over(model)
-    watch_optimizers(shards)
+    watch_optimizers(shards, Accumulation())
     optimizer = make(list(model.parameters()))
     shards.accumulate_many(*reduced(shards, full_gradients(nn.Linear(3, 4), 0)))
     with pytest.raises(OptimizerError, match=message):
@@ -59,7 +60,7 @@ def test_optimizers_that_cannot_work_say_so_in_step(make: Callable[..., Any], me
 @pytest.mark.usefixtures("one_rank")
 def test_others_are_left_alone() -> None:
     shards = taken_over(nn.Linear(3, 4))
-    watch_optimizers(shards)
+    watch_optimizers(shards, Accumulation())
     plain = nn.Linear(3, 4)
     plain(torch.ones(2, 3)).sum().backward()
     torch.optim.Adafactor(plain.parameters()).step()  # not ours
@@ -69,7 +70,7 @@ def test_others_are_left_alone() -> None:
 def test_any_optimizer_works_without_a_process_group() -> None:
     model = nn.Linear(3, 4)
     shards = taken_over(model)
-    watch_optimizers(shards)
+    watch_optimizers(shards, Accumulation())
     shards.accumulate_many(*reduced(shards, full_gradients(nn.Linear(3, 4), 0)))
     torch.optim.Adafactor(model.parameters()).step()
 
@@ -80,7 +81,7 @@ def test_the_watch_ends_with_the_shards() -> None:
     hooks: dict[int, Any] = vars(torch_optimizer)["_global_optimizer_pre_hooks"]
     before = len(hooks)
     shards = taken_over(nn.Linear(3, 4))
-    watch_optimizers(shards)
+    watch_optimizers(shards, Accumulation())
     assert len(hooks) == before + 1
     del shards
     gc.collect()
