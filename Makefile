@@ -21,7 +21,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
 # Tests of ranks that disagree, die or leave: they wait for time limits and compute next to nothing.
-WAITS := tests/dist/test_ranks.py tests/dist/test_divergence.py tests/runtime/ranks/test_agreement.py
+WAITS := tests/dist/test_ranks.py tests/dist/test_endings.py tests/dist/test_divergence.py tests/runtime/ranks/test_agreement.py
 
 .PHONY: demo test test-ranks test-waits test-rest gpu-test lint format install
 .DEFAULT_GOAL := test

@@ -30,6 +30,11 @@ class Buffers:
         self.peak_bytes = 0
         self._free: dict[TensorType, list[Tensor]] = {}
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of buffers that were given back and wait for the next request of their type."""
+        return sum(tensor.nbytes for tensors in self._free.values() for tensor in tensors)
+
     def take(self, types: Sequence[TensorType]) -> list[Tensor]:
         """One buffer for each type, with undefined contents."""
         taken = []

@@ -94,10 +94,12 @@ class Collectives:
     Args:
         mesh: size, rank, device and process group; with one rank nothing is communicated.
         agreement: watches the waits.
+
+    Attributes:
         peers: moves large buckets, where there is such a way.
     """
 
-    def __init__(self, mesh: Ranks, agreement: Agreement, peers: PeerCopies | None = None) -> None:
+    def __init__(self, mesh: Ranks, agreement: Agreement) -> None:
         self._group = mesh.group
         self._size = mesh.size
         self._rank = mesh.rank
@@ -106,7 +108,7 @@ class Collectives:
         self._unfinished = 0
         self._closed = False
         self._device = mesh.device
-        self._peers = peers
+        self.peers: PeerCopies | None = None
         self._watches: dict[str, _DeviceWatch] = {}
         if self._size > 1:
             compat.set_group_timeout(self._group, agreement.timeout + BACKEND_GRACE)
@@ -115,7 +117,7 @@ class Collectives:
     @property
     def peer_bytes(self) -> int:
         """Bytes on this rank that the copy engines write to and read from, outside of torch's allocator."""
-        return 0 if self._peers is None else self._peers.num_bytes
+        return 0 if self.peers is None else self.peers.num_bytes
 
     def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], description: str = "all_gather") -> Pending:
         """Gather along dim 0: ``outputs[i]`` holds ``size`` times the elements of ``inputs[i]``, rank by rank. Inputs of another
@@ -196,9 +198,9 @@ class Collectives:
         """Forget the process group. It belongs to the mesh; one with unfinished work is never destroyed, as that would block."""
         if self._unfinished and self._group is not None and self._on_host:
             compat.keep_forever(self._group)
-        if self._peers is not None and not self._closed and not self._unfinished:
+        if self.peers is not None and not self._closed and not self._unfinished:
             torch.cuda.synchronize(self._device)  # the others may still read what lies in this rank's memory
-        self._closed, self._group, self._peers = True, None, None
+        self._closed, self._group, self.peers = True, None, None
 
     # Inside. ----------------------------------------------------------------------------------------------------------
 
@@ -207,9 +209,9 @@ class Collectives:
 
     def _large(self, whole: list[Tensor]) -> PeerCopies | None:
         """The way of the copy engines, where there is one and the bucket is worth it."""
-        if self._peers is None or not whole[0].dtype.is_floating_point:
+        if self.peers is None or not whole[0].dtype.is_floating_point:
             return None
-        return self._peers if sum(t.nbytes for t in whole) >= MIN_BYTES else None
+        return self.peers if sum(t.nbytes for t in whole) >= MIN_BYTES else None
 
     def _cast(self, shards: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
         """Shards in the dtype of a gather: on a device right in their place of its output (NCCL gathers in place)."""
@@ -270,8 +272,8 @@ class Collectives:
         if group is None or self._closed:
             return
         if not self._on_host:
-            if self._peers is not None and not _drained(self._peers, HEAD_START):
-                threading.Thread(target=self._drain_or_exit, args=(self._peers,), daemon=True).start()
+            if self.peers is not None and not _drained(self.peers, HEAD_START):
+                threading.Thread(target=self._drain_or_exit, args=(self.peers,), daemon=True).start()
             compat.abort_group(group)
         elif self._unfinished:
             compat.keep_forever(group)

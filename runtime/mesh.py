@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile import compat
-from zcompile.errors import MeshError, RankTimeoutError
+from zcompile.errors import MeshError, RankError, RankTimeoutError
 from zcompile.runtime.direct import DirectCollectives, Starter
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.ranks.judge import name_ranks
@@ -21,6 +22,9 @@ from zcompile.runtime.ranks.sequence import TextSequence
 
 #: the process-group backend of each device type
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+#: seconds by which ranks that could not connect find out at different times
+SETTLING = 5.0
 
 #: the name of the axis when the user gave no mesh, or one without names
 DEFAULT_AXIS = "dp"
@@ -89,8 +93,17 @@ class Mesh:
             ranks, axis = _check_user_mesh(device_mesh, device)
         rank = ranks.index(dist.get_rank())
         store = _own_store(ranks, rank)
-        _wait_for_all(store, rank, len(ranks), timeout)
-        group = _own_group(ranks, BACKENDS[device.type], timeout)
+        try:
+            _wait_for_all(store, rank, len(ranks), timeout, device.type)
+        except dist.DistError as error:
+            raise RankError(
+                f"[rank {rank} of {len(ranks)}] {compat.store_host(store) or 'the store'}, which hosts the store, is gone while "
+                f"rank {rank} waits for all ranks to call compile: {_first_line(error)}"
+            ) from error
+        try:
+            group = _own_group(ranks, BACKENDS[device.type], timeout)
+        except RuntimeError as error:
+            raise _no_group(store, rank, len(ranks), error) from error
         if device_mesh is None:
             device_mesh = _world_mesh(device, group)
         return cls(axis, len(ranks), rank, device, timeout, device_mesh, group, store, DirectCollectives(group))
@@ -200,10 +213,20 @@ def _own_store(ranks: list[int], rank: int) -> dist.Store:
     return dist.PrefixStore(f"zcompile/{members}/{number}", store)
 
 
-def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Wait until every rank is here: making a group without one would end with an error that names nobody."""
+def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float, device: str) -> None:
+    """Wait until every rank is here: making a group without one, or of another kind, would end with an error that names nobody."""
     head = f"[rank {rank} of {size}] rank {rank}"
+    store.add(f"on {device}", 1)
     store.set(f"arrived/{rank}", "")
+    _wait_for_arrivals(store, head, size, timeout)
+    here = store.add(f"on {device}", 0)
+    if here != size:
+        raise MeshError(
+            f"{head} has its model on {device}, as {here} of {size} ranks do; move the model to the same kind of device on every rank"
+        )
+
+
+def _wait_for_arrivals(store: dist.Store, head: str, size: int, timeout: float) -> None:
     if store.add("arrived", 1) == size:
         if store.add("decided", 1) > 1:
             raise RankTimeoutError(f"{head} calls compile after others gave up waiting for it; pass a longer timeout")
@@ -211,7 +234,7 @@ def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> No
         return
     try:
         store.wait(["all arrived"], datetime.timedelta(seconds=timeout))
-    except RuntimeError as error:
+    except dist.DistStoreError as error:
         arrived = [r for r in range(size) if store.check([f"arrived/{r}"])]
         missing = [r for r in range(size) if r not in arrived]
         if store.add("decided", 1) > 1 and not missing and store.check(["all arrived"]):
@@ -220,3 +243,30 @@ def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> No
             f"{head} waits for all ranks to call compile since {timeout:.0f} s: arrived: {name_ranks(arrived)}; "
             f"missing: {name_ranks(missing) if missing else 'none any more'}; find out why, or pass a longer timeout"
         ) from error
+
+
+def _no_group(store: dist.Store, rank: int, size: int, error: RuntimeError) -> RankError:
+    """All ranks were here and yet they could not connect: name those that are silent now."""
+    reason = f"ranks could not be connected: {_first_line(error)}"
+    try:
+        store.set(f"not connected/{rank}", "")
+        deadline = time.monotonic() + SETTLING
+        silent = [r for r in range(size) if r != rank]
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.1)
+            silent = [r for r in silent if not store.check([f"not connected/{r}"])]
+    except dist.DistError:
+        return RankError(f"[rank {rank} of {size}] {compat.store_host(store) or 'the store'} is gone: {reason}")
+    who = (
+        f"{name_ranks(silent)} ended or cannot be reached"
+        if silent
+        else "every rank is there and none reaches all others"
+    )
+    return RankError(
+        f"[rank {rank} of {size}] {who}: {reason}; look at the first error of all ranks, and at GLOO_SOCKET_IFNAME or "
+        "NCCL_SOCKET_IFNAME, which choose the network"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

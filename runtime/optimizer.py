@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
@@ -162,7 +163,8 @@ class AdamW(Optimizer):
         for number, group in enumerate(self.param_groups):
             plan = self._plans.get(number)
             if plan is None or not plan.holds(group, self.state):
-                plan = self._make_plan(group)
+                with self._explaining_memory(group):
+                    plan = self._make_plan(group)
                 if plan.single:  # it cannot tell when they become flat
                     self._plans.pop(number, None)
                 else:
@@ -175,9 +177,16 @@ class AdamW(Optimizer):
                     ],
                     grad=arena.grad,
                 )
-            for parameter in plan.single:
-                self._step_single(group, parameter)
+            with self._explaining_memory(group):
+                for parameter in plan.single:
+                    self._step_single(group, parameter)
         return loss
+
+    def _explaining_memory(self, group: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Where state is allocated: an out-of-memory error says what takes the memory."""
+        found = (slot[0] for parameter in group["params"] if (slot := Slot.of(parameter)) is not None)
+        shards = next(found, None)
+        return contextlib.nullcontext() if shards is None else shards.explaining_memory("the optimizer step")
 
     def _make_plan(self, group: dict[str, Any]) -> Plan:
         """Sort a group's parameters by how they are updated, and give flat state to those that need it."""

@@ -158,6 +158,11 @@ def repoint(shards: ParameterShards, replaced: Replaced) -> int:
     return count
 
 
+def optimizers_of(shards: ParameterShards) -> list[Optimizer]:
+    """The living optimizers that step a parameter of these shards. Takes about a tenth of a second, as ``repoint`` does."""
+    return [o for o in _living_optimizers() if any(found is shards for found, _ in _managed(o))]
+
+
 def _living_optimizers() -> Iterator[Optimizer]:
     for candidate in gc.get_objects():
         # type(), not isinstance: proxies of other libraries answer __class__ with side effects

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zcompile import compat
+from zcompile.errors import RankError
 from zcompile.runtime.arenas import ALIGNMENT_BYTES
 from zcompile.runtime.buffers import parts
 from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.ranks.agreement import Agreement
 
 log = logging.getLogger("zcompile")
 
@@ -32,6 +35,9 @@ MIN_BYTES = 48 << 20
 
 #: seconds by which a barrier's own end with an error comes after ours, which says more
 DEVICE_GRACE = 60.0
+
+#: seconds for ranks that have all come to exchange the addresses of what they share
+RENDEZVOUS_SECONDS = 30.0
 
 #: most ranks: every rank copies from and to every other
 MAX_RANKS = 8
@@ -191,7 +197,27 @@ class PeerCopies:
         return [(self._rank + 1 + i) % self._size for i in range(self._size)]
 
 
-def connect(mesh: Mesh) -> PeerCopies | None:
+def shared_memory(mesh: Mesh, agreement: Agreement) -> Callable[[int], SharedMemory]:
+    """A function that makes memory of so many bytes on every rank, which all can read and write; collective.
+
+    Ranks that exchange the addresses block on the store, and block their whole process with it: nobody could find out that one
+    is gone. So all of them first say that they have come, which is watched; a rank that is lost after that ends the exchange
+    within ``RENDEZVOUS_SECONDS``.
+    """
+
+    def share(num_bytes: int) -> SharedMemory:
+        agreement.compare("memory shared between GPUs", f"{num_bytes} bytes")
+        seconds = min(mesh.timeout, RENDEZVOUS_SECONDS)
+        try:
+            with compat.group_store_timeout(mesh.group, seconds):
+                return compat.SymmetricMemory(num_bytes, mesh.device, mesh.group, mesh.timeout + DEVICE_GRACE)
+        except dist.DistError as error:
+            raise agreement.explain(error, f"sharing {num_bytes} bytes of memory between GPUs") from error
+
+    return share
+
+
+def connect(mesh: Mesh, agreement: Agreement) -> PeerCopies | None:
     """The way of the copy engines between the ranks of a mesh; None where there is none, on every rank alike. Collective.
 
     It takes GPUs of one host that reach each other's memory, each with a rank of its own that sees the others'.
@@ -199,10 +225,7 @@ def connect(mesh: Mesh) -> PeerCopies | None:
     """
     if mesh.group is None or mesh.device.type != "cuda" or not 1 < mesh.size <= MAX_RANKS:
         return None
-
-    def share(num_bytes: int) -> SharedMemory:
-        return compat.SymmetricMemory(num_bytes, mesh.device, mesh.group, mesh.timeout + DEVICE_GRACE)
-
+    share = shared_memory(mesh, agreement)
     able = os.environ.get("ZCOMPILE_PEER_COPIES") != "0"
     here = torch.tensor(_identity(mesh.device), dtype=torch.int64, device=mesh.device)
     everybody = torch.empty(mesh.size * here.numel(), dtype=torch.int64, device=mesh.device)
@@ -214,6 +237,8 @@ def connect(mesh: Mesh) -> PeerCopies | None:
         memory = share(ALIGNMENT_BYTES)
         memory.slabs[(mesh.rank + 1) % mesh.size].sum().item()
         worked = True
+    except RankError:
+        raise
     except RuntimeError as error:
         log.info("GPUs cannot share memory, collectives go through NCCL: %s", error)
         worked = False

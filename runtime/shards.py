@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zcompile.errors import ShardingError
+from zcompile.errors import OutOfMemoryError, ShardingError
 from zcompile.placement import ParamSpec
 from zcompile.runtime import full as full_tensors
 from zcompile.runtime.accumulation import Accumulation
@@ -67,7 +68,10 @@ class ParameterShards:
         layout: where each shard lies in its arena.
         gradients: their gradients, laid out alike.
         accumulation: gradients that are not in ``.grad`` yet, of a compiled model.
+        when_out_of_memory: makes the error to raise from the device's own and what was done (of a step, nothing).
     """
+
+    when_out_of_memory: Callable[[torch.OutOfMemoryError, str], BaseException] | None = None
 
     def __init__(self, specs: Iterable[ParamSpec], mesh: Mesh) -> None:
         """Allocate shards of zeros; every parameter starts unfilled.
@@ -97,6 +101,18 @@ class ParameterShards:
         self.parameters = [self._make_parameter(i) for i in range(len(self._specs))]
         self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters)
         self.accumulation: Accumulation | None = None
+
+    @contextlib.contextmanager
+    def explaining_memory(self, what: str = "") -> Iterator[None]:
+        """An out-of-memory error of the body's is raised with what takes the memory."""
+        try:
+            yield
+        except OutOfMemoryError:
+            raise
+        except torch.OutOfMemoryError as error:
+            if self.when_out_of_memory is None:
+                raise
+            raise self.when_out_of_memory(error, what) from error
 
     # Names and memory. ------------------------------------------------------------------------------------------------
 

@@ -136,7 +136,8 @@ class StepRunner:
     def _told(self) -> Iterator[None]:
         """Tell the other ranks when the body fails here: they would wait for collectives that never come."""
         try:
-            yield
+            with self.shards.explaining_memory():
+                yield
         except RankError:
             raise
         except BaseException as error:
@@ -319,6 +320,7 @@ class _Step(torch.autograd.Function):
                 given[index] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 given[index].zero_() if tangent is None else given[index].copy_(tangent)
         grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
-        returned = ctx.runner.accumulate(step, grads)
+        with ctx.runner.shards.explaining_memory():
+            returned = ctx.runner.accumulate(step, grads)
         inputs = [input_grads.get(i) for i in range(ctx.num_inputs)]
         return (None, None, None, None, None, *inputs, *[returned.get(name) for name in step.trainable])

@@ -60,6 +60,7 @@ TOP = frozenset(
         "module",
         "optim",
         "progress",
+        "out_of_memory",
         "report",
         "restore",
         "session",

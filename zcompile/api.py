@@ -19,6 +19,7 @@ from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
 from zcompile.module import CompiledModule, leave
+from zcompile.out_of_memory import explain
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec, choose_shard_dim
 from zcompile.runtime.accumulation import Accumulation
@@ -156,13 +157,11 @@ def _take_over(
 ) -> CompiledModule:
     specs = parameter_specs(model, config, mesh.size)
     agreement.compare("the parameters", "\n".join(_describe(s) for s in specs))
-    agreement.compare(
-        "the options",
-        "\n".join(f"{f.name} = {getattr(config, f.name)!r}" for f in dataclasses.fields(config) if f.name != "timeout"),
-    )
-    collectives = Collectives(mesh, agreement, connect(mesh))
+    agreement.compare("the options", _describe_options(config, pipeline, init is not None))
+    collectives = Collectives(mesh, agreement)
     if mesh.is_distributed:
         mesh.starter = collectives  # what the shards gather and broadcast is watched, too
+        collectives.peers = connect(mesh, agreement)
     mesh.agreement = agreement
     shards = ParameterShards(specs, mesh)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -189,7 +188,23 @@ def _take_over(
         return ParamType(name, spec.shape, _compute_dtype(spec, config), shards.parameter(name).requires_grad)
 
     session = Session(model, config, pipeline, runner, param_type, label)
+    shards.when_out_of_memory = _explainer(session)
     return CompiledModule(model, config, pipeline, session)
+
+
+def _explainer(session: Session) -> Callable[[torch.OutOfMemoryError, str], BaseException]:
+    """What the device's own error becomes; the other ranks are told. Holds nothing alive."""
+    known = weakref.ref(session)
+
+    def explained(error: torch.OutOfMemoryError, what: str) -> BaseException:
+        living = known()
+        if living is None:
+            return error
+        result = explain(error, what, living)
+        living.runner.agreement.fail(result)
+        return result
+
+    return explained
 
 
 def check_modules(model: nn.Module) -> None:
@@ -275,6 +290,13 @@ def _device(model: nn.Module) -> torch.device:
     if devices:
         return devices.pop()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _describe_options(config: Config, pipeline: Pipeline, has_init: bool) -> str:
+    """Everything that makes ranks run different collectives, a line each."""
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "timeout"}
+    options |= {"init": "given" if has_init else None, "pipeline": str(pipeline), "torch": torch.__version__}
+    return "\n".join(f"{name} = {value!r}" for name, value in options.items())
 
 
 def _describe(spec: ParamSpec) -> str:

@@ -545,6 +545,29 @@ def set_group_timeout(group: Any, seconds: float) -> None:
     _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
+@contextlib.contextmanager
+def group_store_timeout(group: Any, seconds: float) -> Iterator[None]:
+    """How long waits on the store of ``group`` may take inside. The store may be shared with other groups of this process."""
+    import datetime
+
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    store: Any = _get_process_group_store(group)
+    before = store.timeout
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether a collective of torch's, or its store, lost another process."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
 def urgent_nccl() -> Any:
     """Options of a NCCL group whose kernels go before computation.
 
@@ -924,9 +947,12 @@ def _check_ranks() -> None:
 
     for name in ("empty_strided_p2p", "rendezvous", "get_buffer", "get_signal_pad", "barrier"):
         assert hasattr(_SymmetricMemory, name), f"_SymmetricMemory has no {name}"
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
 
-    assert callable(_set_pg_timeout)
+    assert callable(_set_pg_timeout) and callable(_get_process_group_store)
+    waiting: Any = store
+    assert waiting.timeout.total_seconds() > 0 and hasattr(waiting, "set_timeout")
+    assert is_broken_collective(torch.distributed.DistNetworkError("")) and not is_broken_collective(ValueError())
 
 
 def _check_dcp_metadata() -> None:

@@ -6,6 +6,8 @@ User mistakes derive from ``ValueError`` or ``TypeError`` as well; errors of a r
 
 from __future__ import annotations
 
+import torch
+
 
 class ZCompileError(Exception):
     """The base of every error that zcompile raises on purpose."""
@@ -77,6 +79,18 @@ class NonFiniteError(ZCompileError, RuntimeError):
 
 class LossScaleError(NonFiniteError, OverflowError):
     """The loss scale is at its minimum and gradients still overflow: names the parameters."""
+
+
+class OutOfMemoryError(ZCompileError, torch.OutOfMemoryError):
+    """The device has no room left: says what takes it and what would save most.
+
+    Attributes:
+        anatomy: bytes by kind, of what was known at that moment.
+        advice: (estimated bytes saved on this rank, change), the most effective first.
+    """
+
+    anatomy: dict[str, int]
+    advice: list[tuple[int, str]]
 
 
 class CheckpointError(ZCompileError, RuntimeError):

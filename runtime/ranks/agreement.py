@@ -10,7 +10,7 @@ from typing import Any
 
 from zcompile import errors
 from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
-from zcompile.runtime.ranks import exits
+from zcompile.runtime.ranks import exits, process
 from zcompile.runtime.ranks.board import Board, Failure, Position
 from zcompile.runtime.ranks.history import Call, History
 from zcompile.runtime.ranks.judge import ADVICE, Judge, Wait, first_difference
@@ -64,9 +64,11 @@ class Agreement:
         self._started = 0
         self._change = 0
         self._wait: Wait | None = None
+        self.beside: Wait | None = None  # of another thread than the training one, which ends it at the timeout
         self._raised = ""
         self._topics: dict[str, int] = {}
         self._closed = False
+        self._process = process.identity()
         self._device_waits: list[Callable[[], Wait | None]] = []
         self._on_break: list[Callable[[], None]] = []
         self._board: Board | None = None
@@ -131,6 +133,10 @@ class Agreement:
         self._raised = _describe(error)
         self._change += 1
 
+    def name_call(self) -> str:
+        """The latest call, such as ``"call 7, forward (train)"``."""
+        return f"call {self._calls}, {self._call[0]}"
+
     def check(self) -> None:
         """Raise what ended this agreement, if something did."""
         if self._error is not None:
@@ -191,7 +197,7 @@ class Agreement:
         """A wait of the device for collective ``needs``, for ``watch_device``."""
         return Wait("waiting", description, f"waits {self._where()}for {description}", needs=needs, since=since)
 
-    def explain(self, error: Exception, description: str) -> RankError:
+    def explain(self, error: BaseException, description: str) -> RankError:
         """A connection broke: find out which rank ended (up to 25 s), break the agreement and return what to raise."""
         if self._board is None:
             return RankError(f"[rank {self.rank} of {self.world_size}] {description} failed: {_describe(error)}")
@@ -210,8 +216,8 @@ class Agreement:
     # Ending. ----------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one cannot go on. Their waits end with the reason."""
-        if self._error is None:
+        """Tell the other ranks, if there are any, that this one cannot go on. Their waits end with the reason."""
+        if self._error is None and self._board is not None:
             self._break(RankError, f"rank {self.rank} failed {self._where()}with {_describe(error)}")
 
     def close(self) -> None:
@@ -241,15 +247,16 @@ class Agreement:
         wait = self._wait or self._oldest_device_wait()
         calls, (kind, digest) = self._calls, self._call
         state, topic, needs = "running", "", 0
-        text = f"runs its own code after {self._name_call()}" if calls else "has made no call yet"
+        text = f"runs its own code after {self.name_call()}" if calls else "has made no call yet"
         if self._closed:
-            state, text = "closed", f"has left after {self._name_call()}" if calls else "has left without a call"
+            state, text = "closed", f"has left after {self.name_call()}" if calls else "has left without a call"
         elif wait is not None:
             state, text, topic, needs = wait.state, wait.text, wait.topic, wait.needs
             kind, digest = wait.call or (kind, digest)
         change, raised = self._change, self._raised
         return Position(
-            self.rank, state, text, calls, kind, digest, topic, self._started, needs, change, raised, roll
+            self.rank, state, text, calls, kind, digest, topic, self._started, needs, change, raised, roll,
+            self._process,
         )  # fmt: skip
 
     def on_failure(self, failure: Failure) -> None:
@@ -258,7 +265,7 @@ class Agreement:
             self._break(kind, failure.body, post=False)
 
     def on_tick(self, now: float) -> None:
-        board, wait = self._board, self._wait or self._oldest_device_wait()
+        board, wait = self._board, self._wait or self._oldest_device_wait() or self.beside
         if board is None or wait is None or self._error is not None:
             return
         waited = now - wait.since
@@ -272,7 +279,7 @@ class Agreement:
             if wait.call is not None and other is not None:
                 body += first_difference(self.rank, self._lines[wait.call], verdict.rank, other)
             self._break(kind, body)
-        elif wait is not self._wait and waited > self.timeout:  # nobody on the host waits: the thread gives up
+        elif waited > self.timeout and wait not in (self._wait, self.beside):  # nobody waits on the host: give up here
             self._break(RankTimeoutError, self._judge.name_missing(wait, self._judge.latest))
 
     # Inside. ----------------------------------------------------------------------------------------------------------
@@ -363,11 +370,8 @@ class Agreement:
         waits = [w for w in (oldest() for oldest in self._device_waits) if w is not None]
         return min(waits, key=lambda w: w.since, default=None)
 
-    def _name_call(self) -> str:
-        return f"call {self._calls}, {self._call[0]}"
-
     def _where(self) -> str:
-        return f"in {self._name_call()}, " if self._calls else ""
+        return f"in {self.name_call()}, " if self._calls else ""
 
     def _break(self, kind: type[RankError], body: str, *, post: bool = True) -> None:
         """End this agreement: the first reason counts."""

@@ -34,6 +34,7 @@ class Position:
     change: int  # grows whenever any of the above changes
     raised: str  # an exception that left the latest call
     roll: int  # the roll call that this answers
+    process: str  # where it runs
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Vote:
         self.order = 0  # this rank was the n-th to post
         self.verdict = ""  # "same" | "different"
         self.done = threading.Event()
+        self.previous: tuple[str, ...] = ()  # the keys of the vote before it, on which all ranks have acted
 
 
 class Request:
@@ -78,6 +80,7 @@ class Board:
 
     Only the thread touches the store, through a client of its own, and only with operations that return at once
     (``add``, ``set``, ``check``, ``get`` of a key that is there): the caller's thread can always give up waiting.
+    Nothing is left to pile up: a TCPStore's keys of a vote go with the next vote, those of a roll call when it is answered.
     A healthy run writes nothing: positions are posted only as the answer to a roll call, which a rank starts when it
     has waited for more than a moment. That keeps a FileStore, whose file grows with every write, small: about 500
     bytes a rank for each roll call, none otherwise.
@@ -101,6 +104,7 @@ class Board:
         self._owner = weakref.ref(owner)
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._votes: dict[str, Vote] = {}
+        self._latest: dict[str, tuple[str, ...]] = {}  # by kind of vote
         self._roll = 0
         self._pause = TICK
         self._next_tick = 0.0
@@ -130,6 +134,9 @@ class Board:
     def vote(self, topic: str, digest: str) -> Vote:
         """Post ``digest`` for ``topic``: two store operations when all agree."""
         vote = Vote(topic, digest)
+        family = topic.rpartition("/")[0]
+        vote.previous = self._latest.get(family, ())
+        self._latest[family] = (f"{topic}/{digest}", f"{topic}/count", f"{topic}/done")
 
         def post(store: Any) -> None:
             same = store.add(f"{topic}/{digest}", 1)
@@ -176,6 +183,10 @@ class Board:
         """Ask every rank to post its position; returns the number of this roll call."""
         self._store.set(f"roll/{self._roll + 1}", "")
         return self._roll + 1
+
+    def end_roll(self, roll: int) -> None:
+        """Every rank has answered ``roll``."""
+        self._forget(f"roll/{roll}")
 
     def read(self, roll: int) -> dict[int, Position]:
         """The positions of the ranks that have answered ``roll``, or closed."""
@@ -252,7 +263,17 @@ class Board:
                 vote.verdict = self._store.get(f"{topic}/done").decode()
                 del self._votes[topic]
                 vote.done.set()
+                if (
+                    vote.order == self.world_size and vote.verdict == "same"
+                ):  # all are here, so all have read the one before
+                    self._forget(*vote.previous)
         self._pause = min(self._pause * 2, SLOW_TICK) if self._votes else TICK
+
+    def _forget(self, *keys: str) -> None:
+        """Delete keys that no rank will ask for again. A FileStore only grows by that."""
+        if self.host:
+            for key in keys:
+                self._store.delete_key(key)
 
     def _look(self, now: float) -> None:
         self.read_failure()

@@ -17,8 +17,7 @@ def exchange(agreement: Agreement, topic: str, text: str, *, background: bool = 
         agreement: of the model.
         topic: used once in the life of the model, the same on every rank.
         text: what this rank has to say.
-        background: called beside the thread that trains. Nobody asks where the others are while that one lives: the wait ends
-            when it finds that one is lost, when this rank leaves, or with the agreement's timeout.
+        background: called beside the thread that trains: the wait also ends when this rank leaves.
 
     Raises:
         RankError: another rank failed, is gone or left.
@@ -39,12 +38,21 @@ def exchange(agreement: Agreement, topic: str, text: str, *, background: bool = 
         deadline = time.monotonic() + FAREWELL
         while time.monotonic() < deadline and board.ask(lambda _: board.all_have_read(key)) is False:
             time.sleep(0.005)
+        board.submit(lambda store: store.delete_key(f"{key}/read"))
     return texts
 
 
 def _wait(agreement: Agreement, board: Board, vote: Vote, topic: str) -> bool:
     """Wait beside the thread that trains; False when the program has ended, so that nobody else waits for the ranks."""
-    deadline = time.monotonic() + agreement.timeout
+    begin = time.monotonic()
+    agreement.beside = agreement.device_wait(f"all ranks to come to {topic}", 0, begin)  # asks where the others are
+    try:
+        return _is_done(agreement, board, vote, topic, begin + agreement.timeout)
+    finally:
+        agreement.beside = None
+
+
+def _is_done(agreement: Agreement, board: Board, vote: Vote, topic: str, deadline: float) -> bool:
     while not vote.done.wait(SLICE):
         agreement.check()
         if not threading.main_thread().is_alive():

@@ -8,11 +8,14 @@ import weakref
 from types import TracebackType
 from typing import Any, Protocol
 
+from zcompile import compat
+
 
 class Member(Protocol):
     """Something to tell of the end."""
 
     def fail(self, error: BaseException) -> None: ...
+    def explain(self, error: BaseException, description: str) -> BaseException: ...
     def close(self) -> None: ...
 
 
@@ -30,7 +33,10 @@ def watch_exit(member: Member) -> None:
 
 
 def _report_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-    for member in list(_OPEN):
+    members = list(_OPEN)
+    if members and compat.is_broken_collective(error):  # torch's own: it does not say which rank ended, nor why
+        error.add_note(str(members[0].explain(error, "a collective outside of zcompile")))
+    for member in members:
         member.fail(error)
     return _PREVIOUS_HOOK[0](kind, error, traceback)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from zcompile.errors import RankError, RankMismatchError
 from zcompile.runtime.ranks.board import Board, Position, Vote
 from zcompile.runtime.ranks.history import Call
+from zcompile.runtime.ranks.process import has_ended
 
 ROLL_INTERVAL = 2.0  # seconds between two roll calls of a waiting rank
 STEADY = 2.0  # seconds for which two ranks must stand still before they count as waiting for each other
@@ -81,6 +82,10 @@ class Judge:
             verdict = self._judge(board, wait, me, position, now) if position.rank != self.rank else None
             if verdict is not None:
                 return verdict
+        if ended := _ended(board, self._roll, silent):
+            verb = "its process has" if len(ended) == 1 else "their processes have"
+            body = f"{name_ranks(ended)} {'is' if len(ended) == 1 else 'are'} gone: {verb} ended while rank {self.rank} {wait.text}"
+            return Verdict(RankError, body, ended[0])
         if silent and now - self._called > limit:
             who = name_ranks(silent)
             verb = "is" if len(silent) == 1 else "are"
@@ -89,6 +94,7 @@ class Judge:
             )
             return Verdict(RankError, body, silent[0])
         if not silent:
+            board.end_roll(self._roll)
             self._roll = 0
         return None
 
@@ -142,6 +148,14 @@ class Judge:
             if other_waits_for_vote or other.needs > me.started:
                 return Verdict(RankMismatchError, f"ranks wait for each other: {both}; {ADVICE}", other.rank)
         return None
+
+
+def _ended(board: Board, roll: int, silent: list[int]) -> list[int]:
+    """Of the ranks that have not answered, those whose process is known to have ended without a word."""
+    known = board.read(0) if silent else {}
+    ended = [rank for rank in silent if rank in known and has_ended(known[rank].process)]
+    answered = board.read(roll) if ended else {}  # their last word may have come while we looked
+    return [rank for rank in ended if rank not in answered]
 
 
 def first_difference(rank: int, lines: tuple[str, ...], base: int, base_lines: tuple[str, ...]) -> str:

@@ -52,3 +52,22 @@ def test_train_step(tmp_path: Path) -> None:
 def test_compile_time() -> None:
     text = run("compile_time.py", "--layers", "1,2", "--backends", "eager")
     assert "| 2 | " in text
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_soak() -> None:
+    """Three rounds with everything that a run does: nothing piles up after the second."""
+    text = run("soak.py", "--steps", "300")
+    assert text.count("| ok |") == 12
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_kills(tmp_path: Path) -> None:
+    """A rank is killed in a forward, a backward and a save: the others end, and training goes on from the checkpoint."""
+    out = tmp_path / "out.json"
+    text = run("faults.py", "--kills", "3", "--phases", "forward,backward,save", "--json", str(out))
+    results = json.loads(out.read_text())
+    assert len(results) == 3 and not any(r["problems"] for r in results), text
+    assert all(r["equal"] and r["loads"] and r["orphans"] == 0 for r in results)

@@ -154,7 +154,7 @@ def test_caught(run: Callable[..., Run]) -> None:
 def test_killed(store: str, world_size: int, run: Callable[..., Run]) -> None:
     done = run("killed", store=store, world_size=world_size, timeout=60.0)
     last = world_size - 1
-    check_fails(done, list(range(last)), f"rank {last} is gone: no sign of life")
+    check_fails(done, list(range(last)), f"rank {last} is gone: its process has ended")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -165,7 +165,7 @@ def test_host_killed(world_size: int, run: Callable[..., Run]) -> None:
 
 def test_killed_before_vote(run: Callable[..., Run]) -> None:
     done = run("killed_before_vote", store="file", world_size=3, timeout=60.0)
-    check_fails(done, [0, 2], "rank 1 is gone: no sign of life")
+    check_fails(done, [0, 2], "rank 1 is gone: its process has ended")
 
 
 def test_stopped(run: Callable[..., Run]) -> None:

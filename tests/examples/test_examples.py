@@ -50,6 +50,25 @@ def test_train_lm_on_two_ranks() -> None:
     assert result["bytes_per_rank"] / result["bytes_unsharded"] < 0.52  # padding, and step counters, which are whole
 
 
+def finetune(world_size: int, *options: str) -> list[float]:
+    """The losses of the steps of the Hugging Face example."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"] if world_size > 1 else []
+    output = run([*launch, str(EXAMPLES / "finetune_hf.py"), "--steps", "4", "--json", *options])
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["torch", pytest.param("accelerate", marks=pytest.mark.wide)])
+def test_finetune_hf(loader: str) -> None:
+    """Accumulation, clipping and a schedule of transformers' on two ranks: the losses of plain PyTorch on one."""
+    if loader == "accelerate":
+        pytest.importorskip("accelerate")
+    plain = finetune(1, "--plain", "--batch", "4")
+    mine = finetune(2, "--batch", "2", *(["--accelerate"] if loader == "accelerate" else []))
+    assert mine == pytest.approx(plain, rel=1e-5) and len(plain) == 4
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_inspect_graph() -> None:

@@ -79,8 +79,9 @@ compat.abort_group = lambda group: log.append(("aborted", left))
 compat.set_group_timeout = lambda group, seconds: None
 agreement = Agreement(None, 0, 2)
 mesh = SimpleNamespace(size=2, rank=0, device=torch.device("cuda", 0), group=object())
-collectives = module.Collectives(mesh, agreement, Peers())
-agreement.fail(ValueError("bad batch"))
+collectives = module.Collectives(mesh, agreement)
+collectives.peers = Peers()
+agreement._break(RankError, "rank 1 failed with ValueError: bad batch")
 assert len(log) == 1, log
 print("aborted", "after" if log[0][1] < 0 else "before", "the device ran out", flush=True)
 time.sleep(3)

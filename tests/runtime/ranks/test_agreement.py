@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
 from zcompile.runtime.ranks.agreement import Agreement
@@ -371,3 +371,23 @@ def test_timeouts_name_the_collective_and_who_arrived() -> None:
         assert "in call 1, forward, for all_gather of layers.3 since" in str(error)
         assert "arrived: ranks 0, 1; missing: rank 2" in str(error)
         assert "rank 2 runs its own code after call 1, forward" in str(error)
+
+
+def test_the_store_does_not_fill_up() -> None:
+    """Calls that no history predicts, waits long enough to call the roll, and texts: the number of keys stays."""
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    counts: list[int] = []
+
+    def body(agreement: Agreement) -> None:
+        for number in range(60):
+            agreement.event(f"call of kind {number}", TextSequence.of(f"all_gather {number}"))
+            agreement.compare("parameters", f"{number}")
+            if number % 20 == 19:
+                if agreement.rank == 1:
+                    time.sleep(3.5)
+                agreement.compare("a slow rank", "")
+                if agreement.rank == 0:
+                    counts.append(server.num_keys())
+
+    assert run_ranks(2, body, store=lambda rank: TCPStore("127.0.0.1", server.port, None, False)) == [None, None]
+    assert max(counts) <= 16 and max(counts) - min(counts) <= 3, counts
