@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from zcompile import passes
 from zcompile.capture.convert import ParamType
@@ -33,6 +34,9 @@ from zcompile.runtime.step import StepRunner
 from zcompile.session import Session, buffer_reader
 
 _names = itertools.count()
+
+#: what communicates on its own, and so cannot be inside of what zcompile communicates for
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
 
 def compile(
@@ -171,12 +175,18 @@ def check_modules(model: nn.Module) -> None:
     """Refuse modules that cannot be taken over.
 
     Raises:
-        ConfigError: a module that is compiled already, as a whole or in part.
-        ShardingError: a scripted module, or a parameter that has no shape yet.
+        ConfigError: a module that is compiled already or in another data-parallel wrapper, as a whole or in part.
+        ShardingError: a scripted module, a parameter that has no shape yet, or one with less memory than elements.
     """
     for path, module in model.named_modules():
         if isinstance(module, CompiledModule):
             raise ConfigError(f"{repr(path) if path else 'the model'} is compiled already; pass the plain module")
+        if isinstance(module, _WRAPPERS):
+            wrapper = next(kind for kind in _WRAPPERS if isinstance(module, kind))
+            how = "was given to fully_shard" if wrapper is FSDPModule else f"is wrapped in {wrapper.__name__}"
+            raise ConfigError(
+                f"{repr(path) if path else 'the model'} {how}, which shards or averages by itself; pass the plain module"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ShardingError(
                 f"'{path}' is a torch.jit.ScriptModule, which cannot be captured; use the module it was made from"
@@ -189,6 +199,12 @@ def check_modules(model: nn.Module) -> None:
         if Slot.of(p) is not None:
             raise ConfigError(
                 f"'{name}' belongs to a compiled model already; use that one, or end it with zcompile.unwrap first"
+            )
+    for name, p in model.named_parameters():
+        if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+            raise ShardingError(
+                f"parameter '{name}' of shape {list(p.shape)} is expanded, so that several elements are one number in memory, which "
+                "no optimizer can step; make it from tensor.contiguous()"
             )
 
 
