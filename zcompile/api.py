@@ -28,6 +28,7 @@ from zcompile.runtime.fill import fill
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.peers import connect
+from zcompile.runtime.placed import refuse_numbers_of_parts
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.shards import ParameterShards, Slot
 from zcompile.runtime.step import StepRunner
@@ -160,6 +161,7 @@ def _take_over(
         fill(shards, model, init, sync=config.sync_init)
     repoint(shards, replaced)
     watch_optimizers(shards)
+    refuse_numbers_of_parts(mesh)
     executor = Executor(shards, collectives, Buffers(mesh.device))
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
 

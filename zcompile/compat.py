@@ -667,6 +667,20 @@ def lend(local: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callabl
     return tensor, num_references if address else lambda: 0  # without elements nothing can be overwritten
 
 
+def before_item(look: Callable[[Any], None]) -> None:
+    """Call ``look`` with each DTensor of which a Python number is taken (``item``, ``float``, ``bool``), before it is.
+
+    torch takes the number from this rank's part, whatever the placement. Holds for the whole process; the last call counts.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def take(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        look(args[0])
+        return op(args[0]._local_tensor)
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = take
+
+
 # Self-test. -----------------------------------------------------------------------------------------------------------
 
 
@@ -833,6 +847,25 @@ def _check_lending() -> None:
     assert num_references() == -1
 
 
+def _check_items() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    item = torch.ops.aten._local_scalar_dense.default
+    before, seen = handlers.get(item), []
+    part = DTensor.from_local(
+        torch.tensor(3.0), DeviceMesh("cpu", [0], _init_backend=False, _rank=0), [Partial()], run_check=False
+    )
+    try:
+        before_item(seen.append)
+        assert part.item() == 3.0 and seen == [part], f"item() of a DTensor is not seen: {seen}"
+    finally:
+        handlers.pop(item)
+        if before is not None:
+            handlers[item] = before
+
+
 def _check_schemas() -> None:
     aten = torch.ops.aten
     assert shared_arguments(aten.view.default) == (("self",),) and shared_arguments(aten.mm.default) == ((),)
@@ -872,6 +905,7 @@ SELF_TESTS: dict[str, Callable[[], None]] = {
     "autograd hooks": _check_autograd,
     "tensor lists and moved hooks": _check_tensor_lists,
     "lent tensors": _check_lending,
+    "numbers of DTensors": _check_items,
     "ranks": _check_ranks,
 }
 

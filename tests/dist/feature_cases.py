@@ -155,7 +155,11 @@ FEATURES: dict[str, Feature] = {
     "read outside forward: a penalty in the loss": Feature(
         "parameters", programs.penalty, note="`model.unsharded()` or a DTensor's own arithmetic"
     ),
-    "read outside forward: full tensors": Feature("parameters", programs.full_values),
+    "read outside forward: norms, sums, full tensors": Feature(
+        "parameters",
+        programs.full_values,
+        note="`.full_tensor()` on every rank before `.item()` of a sum, which is refused without it",
+    ),
     "created after compile": Feature(
         "parameters", programs.late_parameter, refused="added, removed or replaced.*unwrap", error=CaptureError
     ),

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from tests.dist.training import (
     world_size,
 )
 from tests.dist.training import copies as replicas
+from zcompile.errors import ShardingError
 
 
 def compiled(stage: int, model: nn.Module | None = None, **options: Any) -> Any:
@@ -140,13 +142,22 @@ def full_scalar(value: Tensor) -> Tensor:
 
 
 def full_values(stage: int) -> None:
-    """``full_tensor()`` and ``unsharded()`` show the whole; arithmetic on a DTensor is that of the whole."""
+    """``full_tensor()`` and ``unsharded()`` show the whole; arithmetic on a DTensor is that of the whole.
+
+    torch would take a number from this rank's part of a sum: that is refused.
+    """
     model, reference = compiled(stage), net()
     for name, p in reference.named_parameters():
         have = model.get_parameter(name)
         assert have.shape == p.shape and torch.equal(full(have), p.detach())
         close(have.detach().norm(), p.detach().norm(), f"norm of {name}")
         close((have.detach() * 2).sum(), (p.detach() * 2).sum(), f"sum of {name}")
+    total = model.get_parameter("middle.weight").detach().sum()
+    if stage > 0:
+        for number in (torch.Tensor.item, float, bool):
+            with pytest.raises(ShardingError, match=r"this rank's part of it only; call \.full_tensor\(\)"):
+                number(total)
+    close(torch.tensor(full(total).item()), reference.middle.weight.sum(), "number")
     with model.unsharded(modifier_rank=None) as original:
         for name, p in reference.named_parameters():
             assert torch.equal(original.get_parameter(name), p)
