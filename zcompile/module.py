@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -77,7 +78,8 @@ class CompiledModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["original"], name)
+            value = getattr(original := self.__dict__["original"], name)
+            return _explained(value) if getattr(value, "__self__", None) is original else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -289,6 +291,25 @@ class CompiledModule(nn.Module):
 
 def _of_original(name: str) -> Any:
     return lambda self, *args: getattr(type(self.original), name)(self.original, *args)
+
+
+def _explained(method: Any) -> Any:
+    """A method of the user's module, with an error of ours where it computes with shards."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            name = method.__name__
+            raise ShardingError(
+                f"method '{name}' computes with parameters, which are shards outside of the compiled forward; call it as "
+                f"'with model.unsharded() as original: original.{name}(...)' on every rank"
+            ) from error
+
+    return call
 
 
 def unwrap(model: CompiledModule) -> nn.Module:

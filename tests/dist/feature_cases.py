@@ -49,7 +49,7 @@ from tests.dist.feature_models import (
 )
 from tests.dist.features import Feature, trains
 from tests.dist.models import CASES, Case, tokens
-from zcompile.errors import BackwardError, CaptureError, ConfigError, ShardingError, SignatureError
+from zcompile.errors import BackwardError, CaptureError, ConfigError, RankMismatchError, ShardingError, SignatureError
 
 FEATURES: dict[str, Feature] = {
     # Parameters.
@@ -153,7 +153,14 @@ FEATURES: dict[str, Feature] = {
         note="use `nn.utils.parametrizations.weight_norm`",
     ),
     "read outside forward: a penalty in the loss": Feature(
-        "parameters", programs.penalty, note="`model.unsharded()` or a DTensor's own arithmetic"
+        "parameters", programs.penalty, note="with `.full_tensor()` where the loss is computed outside of the model"
+    ),
+    "read outside forward: another method, such as `generate()`": Feature(
+        "parameters",
+        programs.other_method,
+        refused=r"method 'first_alone' computes with parameters.*with model\.unsharded",
+        error=ShardingError,
+        note="inside `model.unsharded()`",
     ),
     "read outside forward: norms, sums, full tensors": Feature(
         "parameters",
@@ -269,6 +276,13 @@ FEATURES: dict[str, Feature] = {
     "no output": Feature("calls", programs.no_output),
     "no tensor arguments": Feature("calls", trains(Case(no_tensors, no_batch, loss=same))),
     "batches of other sizes on each rank": Feature("calls", programs.ragged),
+    "branches that differ between ranks": Feature(
+        "calls",
+        programs.other_branches,
+        refused="ranks disagree about call.*'b.weight'",
+        error=RankMismatchError,
+        note="compute all branches and choose with `torch.where`",
+    ),
     "a smaller last batch, other lengths": Feature(
         "calls", programs.lengths, note="one capture for each shape, up to `max_captures`"
     ),

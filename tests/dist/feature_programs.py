@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zcompile
 from tests.dist.models import CASES, Case, all_rows, net, rows
@@ -125,20 +126,18 @@ def old_weight_norm(layer: nn.Module) -> nn.Module:
 
 
 def penalty(stage: int) -> None:
-    """The squares of all weights, added to the loss outside of the model."""
+    """The squares of all weights, added to the loss outside of the model, as DTensors or as what they are in full."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-        model(x)["loss"].backward()
-        squares = sum(full_scalar(p.square().sum()) for p in model.parameters() if p.requires_grad)
-        (0.05 * squares).backward()
+        for whole in (False, True):
+            squares = [p.square().sum() for p in model.parameters() if p.requires_grad]
+            if whole:
+                squares = [s.full_tensor() if isinstance(s, DTensor) else s for s in squares]
+            (model(x)["loss"] + 0.05 * torch.stack(squares).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     both(stage, step)
-
-
-def full_scalar(value: Tensor) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def full_values(stage: int) -> None:
@@ -161,6 +160,30 @@ def full_values(stage: int) -> None:
     with model.unsharded(modifier_rank=None) as original:
         for name, p in reference.named_parameters():
             assert torch.equal(original.get_parameter(name), p)
+
+
+def other_method(stage: int) -> None:
+    model, reference = compiled(stage), net()
+    with model.unsharded(modifier_rank=None) as original:
+        assert torch.equal(original.first_alone(mine(0)), reference.first_alone(mine(0)))
+        assert torch.equal(model.first_alone(mine(0)), reference.first_alone(mine(0)))
+    model.first_alone(mine(0))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 5), nn.Linear(7, 4)
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        return (self.b if second else self.a)(x).square().mean()
+
+
+def other_branches(stage: int) -> None:
+    """Rank 1 goes where rank 0 does not."""
+    torch.manual_seed(0)
+    model = compiled(stage, Branches())
+    model(mine(0), this_rank() == 1).backward()
 
 
 def late_parameter(stage: int) -> None:

@@ -259,6 +259,10 @@ class Net(nn.Module):
         out = self.last(y)
         return {"loss": out.square().mean(), "out": out}
 
+    def first_alone(self, x: Tensor) -> Tensor:
+        """A method beside forward, as ``generate`` is one."""
+        return self.first(x)
+
 
 def net() -> Net:
     """``Net`` from a fixed seed."""
