@@ -293,6 +293,10 @@ def _of_original(name: str) -> Any:
     return lambda self, *args: getattr(type(self.original), name)(self.original, *args)
 
 
+#: what torch says where a shard is computed with beside plain tensors, saved by safetensors, or turned into an array or list
+_NOT_FOR_SHARDS = ("mixed torch.Tensor and DTensor", "invalid python storage", "not supported for tensor subclasses")
+
+
 def _explained(method: Any) -> Any:
     """A method of the user's module, with an error of ours where it computes with shards."""
 
@@ -301,11 +305,11 @@ def _explained(method: Any) -> Any:
         try:
             return method(*args, **kwargs)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            if not any(words in str(error) for words in _NOT_FOR_SHARDS):
                 raise
             name = method.__name__
             raise ShardingError(
-                f"method '{name}' computes with parameters, which are shards outside of the compiled forward; call it as "
+                f"method '{name}' works on parameters, which are shards outside of the compiled forward; call it as "
                 f"'with model.unsharded() as original: original.{name}(...)' on every rank"
             ) from error
 

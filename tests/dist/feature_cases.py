@@ -158,7 +158,7 @@ FEATURES: dict[str, Feature] = {
     "read outside forward: another method, such as `generate()`": Feature(
         "parameters",
         programs.other_method,
-        refused=r"method 'first_alone' computes with parameters.*with model\.unsharded",
+        refused=r"method 'first_alone' works on parameters.*with model\.unsharded",
         error=ShardingError,
         note="inside `model.unsharded()`",
     ),

@@ -113,6 +113,8 @@ def lora(case: Case, stage: int) -> None:
         reference.save_pretrained(f"{folder}/plain")
         saved, want = (load_file(f"{folder}/{w}/adapter_model.safetensors") for w in ("mine", "plain"))
         assert saved.keys() == want.keys() and all(torch.equal(saved[n], want[n]) for n in want)
+    with pytest.raises(ShardingError, match=r"'save_pretrained' works on parameters.*with model\.unsharded"):
+        model.save_pretrained(f"{folder}/shards")
     merged, want_merged = zcompile.unwrap(model).merge_and_unload(), reference.merge_and_unload()
     assert not any("lora" in n for n, _ in merged.named_parameters())
     for (name, p), q in zip(merged.named_parameters(), want_merged.parameters(), strict=True):

@@ -172,7 +172,7 @@ def run_examples(ranks: Pools, world: int, count: int) -> None:
     @given(examples())
     def run(example: Example) -> None:
         note(str(example))
-        outcomes = ranks.outcomes(world, check, example=example, limit=60.0, grace=5.0)
+        outcomes = ranks.outcomes(world, check, example=example, limit=300.0, grace=20.0)
         assert all(o.kind == "returned" for o in outcomes), "\n".join(map(str, outcomes))
 
     run()
