@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from zcompile import passes
+from zcompile import compat, passes
 from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
@@ -178,7 +178,7 @@ def check_modules(model: nn.Module) -> None:
 
     Raises:
         ConfigError: a module that is compiled already or in another data-parallel wrapper, as a whole or in part.
-        ShardingError: a scripted module, a parameter that has no shape yet, or one with less memory than elements.
+        ShardingError: a scripted module, a parameter that has no shape yet, or one that shares memory with another tensor.
     """
     for path, module in model.named_modules():
         if isinstance(module, CompiledModule):
@@ -202,12 +202,37 @@ def check_modules(model: nn.Module) -> None:
             raise ConfigError(
                 f"'{name}' belongs to a compiled model already; use that one, or end it with zcompile.unwrap first"
             )
-    for name, p in model.named_parameters():
-        if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+    _check_memory(model)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse parameters whose elements are somebody else's too: as shards they would be numbers of their own."""
+    ends: dict[int, list[tuple[int, int, str]]] = {}
+    parameters = {id(p) for p in model.parameters()}
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if p.is_meta or p.numel() == 0 or p.layout is not torch.strided:
+            continue
+        if id(p) in parameters and any(
+            stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)
+        ):
             raise ShardingError(
                 f"parameter '{name}' of shape {list(p.shape)} is expanded, so that several elements are one number in memory, which "
                 "no optimizer can step; make it from tensor.contiguous()"
             )
+        first = int(p.storage_offset()) * p.element_size()
+        last = (
+            first
+            + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) * p.element_size()
+        )
+        for other_first, other_last, other in ends.setdefault(compat.storage_id(p), []):
+            if first <= other_last and other_first <= last:
+                kind = "parameter" if id(p) in parameters else "buffer"
+                raise ShardingError(
+                    f"parameter '{other}' and {kind} '{name}' share memory, which sharding would end; tie parameters by assigning one "
+                    "Parameter object to both names, take views of it in forward, or make one a clone"
+                )
+        if id(p) in parameters:
+            ends[compat.storage_id(p)].append((first, last, name))
 
 
 def parameter_specs(model: nn.Module, config: Config, world_size: int) -> list[ParamSpec]:

@@ -112,7 +112,8 @@ class CompiledModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         raise ShardingError(
             "a compiled module cannot be copied, because its shards belong to one process group; copy "
-            "model.full_state_dict() instead, or the module that zcompile.unwrap(model) returns"
+            "model.full_state_dict() instead, or the module that zcompile.unwrap(model) returns; for a moving average of weights, "
+            "compile a copy of the plain module beside it, such as zcompile.compile(AveragedModel(plain))"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

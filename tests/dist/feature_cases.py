@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dist import feature_loops as loops
 from tests.dist import feature_programs as programs
-from tests.dist.feature_models import (
+from tests.dist.feature_models import (shares_memory,
     CHANNELS_LAST,
     KEYS,
     LORA,
@@ -133,6 +133,13 @@ FEATURES: dict[str, Feature] = {
         refused=r"parameter 'p' .*is expanded.*contiguous\(\)",
         error=ShardingError,
         note="pass `p.contiguous()`",
+    ),
+    "two parameters over one memory": Feature(
+        "parameters",
+        trains(layer(lambda y, m: y, p=shares_memory)),
+        refused="parameter 'p.0.weight' and parameter 'p.1.weight' share memory",
+        error=ShardingError,
+        note="tie by assigning one `nn.Parameter` to both names",
     ),
     "weight norm and other parametrizations": Feature(
         "parameters", trains(layer(lambda y, m: m.p(y), p=lambda: parametrizations.weight_norm(nn.Linear(6, 5))))

@@ -185,6 +185,12 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
 
 
+def shares_memory() -> nn.Module:
+    a, b = nn.Linear(6, 5), nn.Linear(6, 5)
+    b.weight.data = a.weight.data
+    return nn.Sequential(a, b)
+
+
 def odd_steps(g: torch.Generator) -> Batch:
     return rows(g) | {"odd": bool(g.initial_seed() // 1000 % 3)}
 
