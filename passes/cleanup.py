@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from zcompile import ops
+from zcompile.analysis.chains import is_random
 from zcompile.analysis.schedule import collectives, is_gather, never_release
 from zcompile.ir import calls, edit
 from zcompile.ir.graph import Graph, Step
@@ -37,22 +39,27 @@ class Cleanup(StepPass):
 
     def run(self, target: Step, stats: Stats) -> None:
         for graph in target.graphs:
-            stats["dead nodes"] += edit.erase_dead(graph.fx, keep=_has_effect)
-            _drop_unread_gathers(graph, stats)
             for region in graph.regions.values():
-                stats["dead nodes"] += edit.erase_dead(region.fx, keep=lambda n: False)
+                stats["dead nodes"] += edit.erase_dead(region.fx, keep=is_random)
+            random = {name for name, region in graph.regions.items() if any(map(is_random, region.fx.nodes))}
+            stats["dead nodes"] += edit.erase_dead(graph.fx, keep=lambda node, random=random: _has_effect(node, random))
+            _drop_unread_gathers(graph, stats)
             used = {calls.region(n)[0] for n in graph.body if n.target is ops.region_call}
             for name in [n for n in graph.regions if n not in used]:
                 del graph.regions[name]
                 stats["dead regions"] += 1
 
 
-def _has_effect(node: fx.Node) -> bool:
-    """Whether a node without readers still matters: ``zc`` operators do, and results of waits keep their places."""
+def _has_effect(node: fx.Node, random: Set[str]) -> bool:
+    """Whether a node without readers still matters.
+
+    ``zc`` operators do, results of waits keep their places, and what draws random numbers moves the stream on.
+    """
+    if node.target is ops.region_call:
+        return calls.region(node)[0] in random
     source = calls.picked_from(node)
-    return (ops.is_zc(node.target) and node.target is not ops.cast) or (
-        source is not None and source.target is ops.wait
-    )
+    is_result = source is not None and source.target is ops.wait
+    return is_result or is_random(node) or (ops.is_zc(node.target) and node.target is not ops.cast)
 
 
 def _drop_unread_gathers(graph: Graph, stats: Stats) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from zcompile import compat
+from zcompile.errors import ShardingError
 from zcompile.placement import ParamSpec
 from zcompile.runtime.mesh import Mesh
 
@@ -34,6 +38,29 @@ def as_seen(mesh: Mesh, spec: ParamSpec, local: Tensor) -> Tensor:
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+#: the meshes of compiled models
+_meshes: list[weakref.ref[DeviceMesh]] = []
+
+
+def refuse_numbers_of_parts(mesh: Mesh) -> None:
+    """From now on ``item()``, ``float()`` and ``bool()`` of a sum over this mesh's shards raise, until it was added up.
+
+    torch would take this rank's part of the sum without a word. It offers a place to look for the whole process; DTensors
+    on other meshes are left alone.
+    """
+    if mesh.device_mesh is not None and mesh.size > 1:
+        _meshes[:] = [*(ref for ref in _meshes if ref() is not None), weakref.ref(mesh.device_mesh)]
+        compat.before_item(_refuse_part)
+
+
+def _refuse_part(tensor: DTensor) -> None:
+    if any(p.is_partial() for p in tensor.placements) and any(tensor.device_mesh == ref() for ref in _meshes):
+        raise ShardingError(
+            f"a number is taken from a DTensor placed {tensor.placements}, which holds this rank's part of it only; "
+            "call .full_tensor() on every rank first, and .item() on that"
+        )
 
 
 def placement_problem(parameter: Tensor, grad: Tensor) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
@@ -313,7 +314,9 @@ class _Step(torch.autograd.Function):
                 "backward runs a second time through a step whose values were freed; pass retain_graph=True to the first backward"
             )
         saved, ctx.saved = ctx.saved, ctx.saved if keep else None
-        given = list(tangents)
+        given = [
+            t.full_tensor() if isinstance(t, DTensor) else t for t in tangents
+        ]  # of loss + something of parameters
         for index, (shape, dtype, device) in ctx.types.items():
             tangent, strides = given[index], step.tangents[index]
             if tangent is None or tangent.stride() != strides:

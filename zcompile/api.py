@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from zcompile import passes
+from zcompile import compat, passes
 from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
@@ -31,6 +32,7 @@ from zcompile.runtime.fill import fill
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.peers import connect
+from zcompile.runtime.placed import refuse_numbers_of_parts
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.shards import ParameterShards, Slot
 from zcompile.runtime.step import StepRunner
@@ -41,6 +43,9 @@ _names = itertools.count()
 #: process groups of models that nobody has any more; they are given back at the next ``compile``, as the garbage collector
 #: comes at any moment, and a group of gloo keeps threads busy as long as it exists
 _abandoned: list[Callable[[], None]] = []
+
+#: what communicates on its own, and so cannot be inside of what zcompile communicates for
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
 
 def compile(
@@ -179,6 +184,7 @@ def _take_over(
     )
     watch_optimizers(shards, accumulation)
     executor = Executor(shards, collectives, Buffers(mesh.device), accumulation)
+    refuse_numbers_of_parts(mesh)
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
     if mesh.is_distributed:
         weakref.finalize(runner, _abandoned.append, partial(leave, collectives, agreement, mesh)).atexit = False
@@ -211,12 +217,18 @@ def check_modules(model: nn.Module) -> None:
     """Refuse modules that cannot be taken over.
 
     Raises:
-        ConfigError: a module that is compiled already, as a whole or in part.
-        ShardingError: a scripted module, or a parameter that has no shape yet.
+        ConfigError: a module that is compiled already or in another data-parallel wrapper, as a whole or in part.
+        ShardingError: a scripted module, a parameter that has no shape yet, or one that shares memory with another tensor.
     """
     for path, module in model.named_modules():
         if isinstance(module, CompiledModule):
             raise ConfigError(f"{repr(path) if path else 'the model'} is compiled already; pass the plain module")
+        if isinstance(module, _WRAPPERS):
+            wrapper = next(kind for kind in _WRAPPERS if isinstance(module, kind))
+            how = "was given to fully_shard" if wrapper is FSDPModule else f"is wrapped in {wrapper.__name__}"
+            raise ConfigError(
+                f"{repr(path) if path else 'the model'} {how}, which shards or averages by itself; pass the plain module"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ShardingError(
                 f"'{path}' is a torch.jit.ScriptModule, which cannot be captured; use the module it was made from"
@@ -230,6 +242,37 @@ def check_modules(model: nn.Module) -> None:
             raise ConfigError(
                 f"'{name}' belongs to a compiled model already; use that one, or end it with zcompile.unwrap first"
             )
+    _check_memory(model)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse parameters whose elements are somebody else's too: as shards they would be numbers of their own."""
+    ends: dict[int, list[tuple[int, int, str]]] = {}
+    parameters = {id(p) for p in model.parameters()}
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if p.is_meta or p.numel() == 0 or p.layout is not torch.strided:
+            continue
+        if id(p) in parameters and any(
+            stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)
+        ):
+            raise ShardingError(
+                f"parameter '{name}' of shape {list(p.shape)} is expanded, so that several elements are one number in memory, which "
+                "no optimizer can step; make it from tensor.contiguous()"
+            )
+        first = int(p.storage_offset()) * p.element_size()
+        last = (
+            first
+            + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) * p.element_size()
+        )
+        for other_first, other_last, other in ends.setdefault(compat.storage_id(p), []):
+            if first <= other_last and other_first <= last:
+                kind = "parameter" if id(p) in parameters else "buffer"
+                raise ShardingError(
+                    f"parameter '{other}' and {kind} '{name}' share memory, which sharding would end; tie parameters by assigning one "
+                    "Parameter object to both names, take views of it in forward, or make one a clone"
+                )
+        if id(p) in parameters:
+            ends[compat.storage_id(p)].append((first, last, name))
 
 
 def parameter_specs(model: nn.Module, config: Config, world_size: int) -> list[ParamSpec]:

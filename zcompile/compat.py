@@ -753,6 +753,20 @@ def lend(local: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callabl
     return tensor, num_references if address else lambda: 0  # without elements nothing can be overwritten
 
 
+def before_item(look: Callable[[Any], None]) -> None:
+    """Call ``look`` with each DTensor of which a Python number is taken (``item``, ``float``, ``bool``), before it is.
+
+    torch takes the number from this rank's part, whatever the placement. Holds for the whole process; the last call counts.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def take(op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        look(args[0])
+        return op(args[0]._local_tensor)
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = take
+
+
 # Self-test. -----------------------------------------------------------------------------------------------------------
 
 
@@ -924,6 +938,23 @@ def _check_lending() -> None:
     assert num_references() == -1
 
 
+def _check_items() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    item = torch.ops.aten._local_scalar_dense.default
+    before, seen = handlers.get(item), []
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    part = DTensor.from_local(torch.tensor(3.0), mesh, [Partial()], run_check=False)
+    try:
+        before_item(seen.append)
+        assert part.item() == 3.0 and len(seen) == 1, f"item() of a DTensor is not seen: {seen}"
+    finally:
+        handlers.pop(item, None)
+        handlers.update({item: before} if before else {})
+
+
 def _check_schemas() -> None:
     aten = torch.ops.aten
     assert shared_arguments(aten.view.default) == (("self",),) and shared_arguments(aten.mm.default) == ((),)
@@ -987,6 +1018,7 @@ SELF_TESTS: dict[str, Callable[[], None]] = {
     "autograd hooks": _check_autograd,
     "tensor lists and moved hooks": _check_tensor_lists,
     "lent tensors": _check_lending,
+    "numbers of DTensors": _check_items,
     "ranks": _check_ranks,
     "metadata of DCP": _check_dcp_metadata,
 }

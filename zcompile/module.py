@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -81,7 +82,8 @@ class CompiledModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["original"], name)
+            value = getattr(original := self.__dict__["original"], name)
+            return _explained(value) if getattr(value, "__self__", None) is original else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -114,7 +116,8 @@ class CompiledModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         raise ShardingError(
             "a compiled module cannot be copied, because its shards belong to one process group; copy "
-            "model.full_state_dict() instead, or the module that zcompile.unwrap(model) returns"
+            "model.full_state_dict() instead, or the module that zcompile.unwrap(model) returns; for a moving average of weights, "
+            "compile a copy of the plain module beside it, such as zcompile.compile(AveragedModel(plain))"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -308,6 +311,29 @@ class CompiledModule(nn.Module):
 
 def _of_original(name: str) -> Any:
     return lambda self, *args: getattr(type(self.original), name)(self.original, *args)
+
+
+#: what torch says where a shard is computed with beside plain tensors, saved by safetensors, or turned into an array or list
+_NOT_FOR_SHARDS = ("mixed torch.Tensor and DTensor", "invalid python storage", "not supported for tensor subclasses")
+
+
+def _explained(method: Any) -> Any:
+    """A method of the user's module, with an error of ours where it computes with shards."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _NOT_FOR_SHARDS):
+                raise
+            name = method.__name__
+            raise ShardingError(
+                f"method '{name}' works on parameters, which are shards outside of the compiled forward; call it as "
+                f"'with model.unsharded() as original: original.{name}(...)' on every rank"
+            ) from error
+
+    return call
 
 
 def unwrap(model: CompiledModule) -> nn.Module:

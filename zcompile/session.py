@@ -122,7 +122,8 @@ class Session:
         if number >= self.config.max_captures:
             raise SignatureError(
                 f"call needs capture {number + 1} and max_captures is {self.config.max_captures} (this one because {reason}); "
-                "pad inputs to fewer shapes, or pass a larger max_captures to compile"
+                "pad inputs to fewer shapes, pass numbers that change as tensors (attributes: keep them in buffers), or pass a larger "
+                "max_captures to compile"
             )
         if self.runner.shards.mesh.rank == 0:
             log.info("capture %d of %s: %s", number + 1, self.name, reason)

@@ -325,6 +325,27 @@ def test_compiled_model_inside_another_is_refused() -> None:
         zcompile.compile(nn.Sequential(inner, nn.Linear(3, 2)), backend="eager")
 
 
+def test_parameters_that_share_memory_are_refused() -> None:
+    """Two Parameter objects, or a parameter and a buffer, over the same numbers: each shard would go its own way."""
+    weight = torch.randn(6, 4)
+    for kind, second in {"parameter": nn.Parameter(weight.data), "buffer": weight[1:2]}.items():
+        module = nn.Linear(4, 3)
+        module.first = nn.Parameter(weight)
+        module.register_buffer("second", second) if kind == "buffer" else module.register_parameter("second", second)
+        with pytest.raises(ShardingError, match=rf"parameter 'first' and {kind} 'second' share memory.*one Parameter"):
+            zcompile.compile(module, backend="eager")
+    module = nn.Linear(4, 3)
+    module.first, module.second = nn.Parameter(weight[:2]), nn.Parameter(weight[2:])  # one memory, no common element
+    zcompile.compile(module, backend="eager")(X)
+
+
+def test_expanded_parameter_is_refused() -> None:
+    module = nn.Linear(4, 3)
+    module.p = nn.Parameter(torch.randn(3).expand(4, 3))
+    with pytest.raises(ShardingError, match=r"parameter 'p' of shape \[4, 3\] is expanded.*contiguous\(\)"):
+        zcompile.compile(module, backend="eager")
+
+
 def test_model_without_parameters() -> None:
     agree(lambda: nn.Tanh(), X)
     agree(lambda: nn.Tanh(), X.clone().requires_grad_(), exact=False)

@@ -36,6 +36,7 @@ def blocks(use_reentrant: bool | None) -> Any:
 RULES: dict[str, Any] = {
     "dropout": lambda f, x: F.dropout(f(x), 0.3),
     "dropout twice": lambda f, x: F.dropout(F.dropout(x, 0.2) @ f.weight.t(), 0.5),
+    "dropout that nobody reads": lambda f, x: F.dropout(f(x), 0.3) + 0 * len(F.dropout(f(x * 2), 0.5)),
     "dropout of channels": lambda f, x: F.dropout1d(f(x)[None], 0.5),
     "alpha dropout": lambda f, x: F.alpha_dropout(f(x), 0.3, training=True),
     "rand": lambda f, x: f(x) * torch.rand(8, 3),

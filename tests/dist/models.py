@@ -21,7 +21,7 @@ BATCH = 2
 SEQ = 6
 VOCAB = 37
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Case:
         loss: the loss in the model's output.
         replicas: the reference is one replica a rank (the result depends on how rows are grouped, or on random numbers).
         loose: parameters whose true gradient is zero, with the reason: rounding noise alone moves them.
+        optimizer: of a model; None: AdamW over all parameters.
+        reference: what plain PyTorch trains in place of the model, if not the model itself.
     """
 
     make: Callable[[], nn.Module]
@@ -41,6 +43,8 @@ class Case:
     loss: Callable[[Any], Tensor] = lambda output: output["loss"]
     replicas: bool = False
     loose: dict[str, str] = field(default_factory=dict)
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    reference: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def build(self) -> nn.Module:
         """The model in train mode, the same every time."""
@@ -254,6 +258,10 @@ class Net(nn.Module):
         y = self.norm(self.frozen(y) + self.again(x))
         out = self.last(y)
         return {"loss": out.square().mean(), "out": out}
+
+    def first_alone(self, x: Tensor) -> Tensor:
+        """A method beside forward, as ``generate`` is one."""
+        return self.first(x)
 
 
 def net() -> Net:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.collectives import Collectives
 from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.ranks.sequence import TextSequence
 
 TRAIN = TextSequence.of("all_gather dp f32 [16, 8] layers.0.weight", "reduce_scatter dp f32 [16, 8] layers.0.weight")

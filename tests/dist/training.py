@@ -6,7 +6,7 @@ import copy
 import fnmatch
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,17 @@ STEPS = 20
 
 @dataclass
 class Trained:
-    """What a training run gave: the loss of each step (mean over ranks), and the full state in the end."""
+    """What a training run gave.
+
+    Attributes:
+        losses: the loss of each step, the mean over ranks.
+        state: the full state in the end.
+        idle: for each step the parameters that had no gradient.
+    """
 
     losses: list[float]
     state: dict[str, Tensor]
+    idle: list[list[str]] = field(default_factory=list)
 
 
 def world_size() -> int:
@@ -61,16 +68,35 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=LR)
 
 
+def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    return (case.optimizer or adamw)(model)
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """The names of the parameters whose ``.grad`` is None."""
+    return [name for name, p in model.named_parameters() if p.grad is None]
+
+
 def train(
-    model: nn.Module, case: Case, *, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS
+    model: nn.Module,
+    case: Case,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = STEPS,
+    idle: list[list[str]] | None = None,
 ) -> list[float]:
-    """Train a compiled model on this rank's batches; returns the loss of each step, as this rank sees it."""
-    optimizer = optimizer or adamw(model)
+    """Train a compiled model on this rank's batches; returns the loss of each step, as this rank sees it.
+
+    ``idle`` is given for each step the parameters that had no gradient.
+    """
+    optimizer = optimizer or optimizer_of(case, model)
     losses = []
     for step in range(steps):
         seed(step, this_rank())
         loss = case.loss(model(**case.data(step, this_rank())))
         loss.backward()
+        if idle is not None:
+            idle.append(without_gradient(model))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -79,12 +105,19 @@ def train(
 
 def train_case(name: str, *, steps: int = STEPS, poison: bool = False, **options: Any) -> tuple[Trained, Any, Any]:
     """Compile a case and train it; returns the result, the compiled model and its optimizer. Collective."""
-    case = CASES[name]
+    return compile_and_train(CASES[name], steps=steps, poison=poison, **options)
+
+
+def compile_and_train(
+    case: Case, *, steps: int = STEPS, poison: bool = False, **options: Any
+) -> tuple[Trained, Any, Any]:
+    """``train_case`` of a case that has no name."""
     model = zcompile.compile(case.build(), **{"backend": "eager", **options})
     model._session.runner.executor.buffers.poison = poison
-    optimizer = adamw(model)
-    losses = mean_over_ranks(train(model, case, optimizer=optimizer, steps=steps))
-    return Trained(losses, model.full_state_dict()), model, optimizer
+    optimizer = optimizer_of(case, model)
+    idle: list[list[str]] = []
+    losses = mean_over_ranks(train(model, case, optimizer=optimizer, steps=steps, idle=idle))
+    return Trained(losses, model.full_state_dict(), idle), model, optimizer
 
 
 def plain(case: Case, world: int, steps: int = STEPS) -> Trained:
@@ -94,23 +127,24 @@ def plain(case: Case, world: int, steps: int = STEPS) -> Trained:
 
 def one_model(case: Case, world: int, steps: int) -> Trained:
     """One model on the concatenated batches of all ranks."""
-    model = case.build()
-    optimizer = adamw(model)
-    losses = []
+    model = case.reference(case.build())
+    optimizer = optimizer_of(case, model)
+    losses, idle = [], []
     for step in range(steps):
         loss = case.loss(model(**concatenated(case, step, world)))
         loss.backward()
+        idle.append(without_gradient(model))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trained(losses, detached(model))
+    return Trained(losses, detached(model), idle)
 
 
 def replicas(case: Case, world: int, steps: int) -> Trained:
     """One replica a rank, each on its own batches with its own random numbers and buffers; averaged gradients."""
-    models = [case.build() for _ in range(world)]
-    optimizers = [adamw(model) for model in models]
-    losses = []
+    models = [case.reference(case.build()) for _ in range(world)]
+    optimizers = [optimizer_of(case, model) for model in models]
+    losses, idle = [], []
     for step in range(steps):
         each = []
         for rank, model in enumerate(models):
@@ -119,17 +153,21 @@ def replicas(case: Case, world: int, steps: int) -> Trained:
             loss.backward()
             each.append(loss.item())
         average_gradients(models)
+        idle.append(without_gradient(models[0]))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(sum(each) / world)
-    return Trained(losses, detached(models[0]))
+    return Trained(losses, detached(models[0]), idle)
 
 
 def concatenated(case: Case, step: int, world: int) -> Batch:
-    """The batches of all ranks in one."""
+    """The batches of all ranks in one; what is no tensor is the same on all."""
     parts = [case.data(step, rank) for rank in range(world)]
-    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    return {
+        key: torch.cat([part[key] for part in parts]) if isinstance(value, Tensor) else value
+        for key, value in parts[0].items()
+    }
 
 
 def average_gradients(models: Sequence[nn.Module]) -> None:
@@ -164,6 +202,7 @@ def assert_equal_training(mine: Trained, reference: Trained, loose: Sequence[str
         assert abs(a - b) <= 1e-5 * abs(b), (
             f"loss of step {step}: {a!r}, plain PyTorch {b!r}, relative {abs(a - b) / abs(b):.1e}"
         )
+    assert mine.idle == reference.idle, "gradients of other parameters are None than in plain PyTorch"
     assert list(mine.state) == list(reference.state)
     for name, b in reference.state.items():
         a = mine.state[name]

@@ -160,7 +160,7 @@ def check_capturable(model: nn.Module) -> None:
     """Refuse, by name, what a capture would drop or get wrong without a word.
 
     Raises:
-        CaptureError: a submodule with hooks, or an embedding with sparse gradients.
+        CaptureError: a submodule with hooks, an embedding with sparse gradients, or a batch norm over ranks.
     """
     if kinds := [kind for kind, hooks in compat.global_module_hooks().items() if hooks]:
         raise CaptureError(
@@ -172,6 +172,11 @@ def check_capturable(model: nn.Module) -> None:
             raise CaptureError(
                 f"module '{path}' has a {kinds[0]}, which a captured graph would drop; remove the hook, or register it on an "
                 "output, a parameter or the whole model"
+            )
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise CaptureError(
+                f"module '{path}' is a SyncBatchNorm, whose communication a captured graph does not have; use BatchNorm (each rank's "
+                "own statistics) or GroupNorm, or put it in eval mode"
             )
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise CaptureError(
@@ -236,11 +241,13 @@ def _check_arguments(
     structure: Structure, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Refuse a forward that changed a list, dict or object among its arguments: it was given a copy."""
-    tensors, after, _ = flatten((args, kwargs))
+    tensors, after, paths = flatten((args, kwargs))
     path = difference(structure, after)
-    if path is None and [id(t) for t in tensors] == [id(t) for t in inputs]:
+    if path is None:
+        path = next((p for p, now, was in zip(paths, tensors, inputs, strict=True) if now is not was), None)
+    if path is None:
         return
-    name = path_name((path or ())[1:])
+    name = path_name(path[1:])
     raise CaptureError(
         f"forward changes argument {name} (a list, dict or object that is not a tensor), which a captured graph would not do again; "
         "change a copy of it, and return what the caller needs"
