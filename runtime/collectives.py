@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from zcompile.runtime.ranks.judge import Wait
 
 BACKEND_GRACE = 120.0  # seconds by which the backend's own timeout comes after ours, which says more
 
-DRAIN_SECONDS = 4.0  # how long the device has to run out after the end of an agreement
+DRAIN_SECONDS = 5.0  # how long the device has to run out after the end of an agreement
 HEAD_START = 1.0  # of these, before the group is aborted: that may itself wait for the device
 
 OPS = {"avg": ReduceOp.AVG, "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
@@ -272,15 +273,21 @@ class Collectives:
         if group is None or self._closed:
             return
         if not self._on_host:
-            if self.peers is not None and not _drained(self.peers, HEAD_START):
-                threading.Thread(target=self._drain_or_exit, args=(self.peers,), daemon=True).start()
+            if self.peers is not None:
+                drained = threading.Event()
+                for part in (partial(_drain, self.peers, drained), partial(self._exit_unless, drained)):
+                    threading.Thread(target=part, daemon=True).start()
+                drained.wait(HEAD_START)
             compat.abort_group(group)
         elif self._unfinished:
             compat.keep_forever(group)
 
-    def _drain_or_exit(self, peers: PeerCopies) -> None:
-        """A device that never runs out would hold back whoever waits for it, and no exception reaches there: end the process."""
-        if _drained(peers, DRAIN_SECONDS):
+    def _exit_unless(self, drained: threading.Event) -> None:
+        """A device that never runs out would hold back whoever waits for it, and no exception reaches there: end the process.
+
+        In a thread that never asks the device: whoever does may itself be held back.
+        """
+        if drained.wait(DRAIN_SECONDS):
             return
         try:
             self._agreement.check()
@@ -298,14 +305,11 @@ class _ConnectionBroke(Exception):
         self.error = error
 
 
-def _drained(peers: PeerCopies, seconds: float) -> bool:
+def _drain(peers: PeerCopies, drained: threading.Event) -> None:
     """Let barriers go, of which many may have been issued, until the copies' streams have run out."""
-    end = time.monotonic() + seconds
     while peers.unblock():
-        if time.monotonic() > end:
-            return False
         time.sleep(0.001)
-    return True
+    drained.set()
 
 
 class _DeviceWatch:

@@ -597,11 +597,7 @@ class SymmetricMemory:
             for rank in range(self._size)
         ]
         # A barrier sets its rank's flag in every other rank's pad once that is clear, then clears the others' flags in its own.
-        self._pads = [self._handle.get_signal_pad(rank, (self._size,), torch.int32) for rank in range(self._size)]
-        self._flags = (
-            torch.ones(self._size, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-        )
+        self._pads = [self._handle.get_signal_pad(rank, (self._size,), torch.uint32) for rank in range(self._size)]
         self._side = torch.cuda.Stream(device, priority=-3)  # of a priority of its own: in no queue behind what waits
         self._timeout_ms = int(min(timeout * 1e3, 2**31 - 1))
 
@@ -613,13 +609,18 @@ class SymmetricMemory:
         self._handle.barrier(0, self._timeout_ms)
 
     def unblock(self) -> None:
-        """Let a barrier go on whatever the other ranks do. Only copies: loading a kernel may wait for those that run."""
-        ones, zero = self._flags
+        """Let a barrier go on whatever the other ranks do.
+
+        Writes by the stream itself: neither a kernel, which may first have to be loaded, nor a copy, which is one on the same
+        device; both wait for a barrier that runs (seen in a copy of 8 bytes that never returned).
+        """
+        from torch._C._distributed_c10d import _SymmetricMemory
+
         with torch.cuda.stream(self._side):
-            self._pads[self._rank].copy_(ones, non_blocking=True)
             for rank in range(self._size):
+                _SymmetricMemory.stream_write_value32(self._pads[self._rank], rank, 1)
                 if rank != self._rank:
-                    self._pads[rank][self._rank : self._rank + 1].copy_(zero, non_blocking=True)
+                    _SymmetricMemory.stream_write_value32(self._pads[rank], self._rank, 0)
 
 
 def start_all_gather(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
