@@ -32,10 +32,10 @@ class Texts(Dataset):
         return {"input_ids": self.tokens[row], "labels": self.tokens[row]}
 
 
-def build() -> LlamaForCausalLM:
+def build() -> torch.nn.Module:
     """A tiny model with random weights; ``LlamaForCausalLM.from_pretrained(name)`` is the real one."""
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     return LlamaForCausalLM(LlamaConfig(vocab_size=97, num_key_value_heads=2, max_position_embeddings=64, **sizes))
 
 
@@ -43,10 +43,9 @@ def train(args: argparse.Namespace, device: torch.device, accelerator: Any) -> l
     """The loss of each optimizer step, as the mean over ranks."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     data = Texts(args.steps * args.accumulate * args.batch * world_size, args.seq, 97)
-    if accelerator is None:
-        loader = DataLoader(data, args.batch, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
-    else:
-        loader = accelerator.prepare(DataLoader(data, args.batch))
+    sampler = None if accelerator else DistributedSampler(data, world_size, rank, shuffle=False)
+    loader = DataLoader(data, args.batch, sampler=sampler)
+    loader = accelerator.prepare(loader) if accelerator else loader
     model: Any = build().to(device)
     if not args.plain:
         model = zcompile.compile(model, stage=args.stage, backend="inductor" if device.type == "cuda" else "eager")
@@ -55,8 +54,7 @@ def train(args: argparse.Namespace, device: torch.device, accelerator: Any) -> l
     losses, total = [], torch.zeros((), device=device)
     for number, batch in enumerate(loader):
         is_last = (number + 1) % args.accumulate == 0
-        local = contextlib.nullcontext() if is_last or args.plain else model.no_sync()
-        with local:  # backwards inside keep their gradients on this rank
+        with contextlib.nullcontext() if is_last or args.plain else model.no_sync():  # inside: gradients of this rank
             loss = model(**{k: v.to(device) for k, v in batch.items()}, use_cache=False).loss / args.accumulate
             loss.backward()
         total += loss.detach()

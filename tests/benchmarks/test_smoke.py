@@ -55,7 +55,7 @@ def test_compile_time() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.wide
 def test_soak() -> None:
     """Three rounds with everything that a run does: nothing piles up after the second."""
     text = run("soak.py", "--steps", "300")

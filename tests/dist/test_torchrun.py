@@ -79,7 +79,7 @@ def plain(steps: int) -> tuple[list[float], list[float]]:
     return losses
 
 
-@pytest.mark.parametrize(("kind", "lost"), [("static", 1), ("c10d", 0)])
+@pytest.mark.parametrize(("kind", "lost"), [("static", 1), pytest.param("c10d", 0, marks=pytest.mark.wide)])
 def test_two_nodes(kind: str, lost: int, tmp_path: Path) -> None:
     """They train as plain PyTorch does; then one is lost (of the first, the launcher hosts the store)."""
     with nodes(kind, 100_000, tmp_path) as launchers:
