@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zcompile import compat
-from zcompile.analysis.chains import is_random, is_view
+from zcompile.analysis.chains import is_view
 from zcompile.analysis.flops import is_attention, node_flops
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Region
@@ -88,9 +88,11 @@ def region_cost(region: Region) -> Cost:
 def region_kernels(region: Region) -> list[Kernel]:
     """The kernels that a region becomes when elementwise operators and reductions fuse as Inductor fuses them.
 
-    Matmuls, attention, convolutions, sorts and scatters are kernels of their own and bound the groups. Elementwise operators and
-    reductions over rows that feed each other form one group, which reads its inputs and writes what others use, each once; a
-    reduction over another dimension reads by itself what the group reads. Views, constants and picks cost nothing. Linear.
+    Matmuls, attention, convolutions, sorts and scatters are kernels of their own and bound the groups. Elementwise values are
+    computed where they are read, unless a kernel of its own reads them, they are returned, or they read many others and are read
+    several times. What is left, with reductions over rows, forms groups: those that feed each other or read the same. A group
+    reads its inputs and writes what others read, each once. A reduction over other dimensions is a kernel of its own. Views,
+    constants and picks cost nothing. Linear.
     """
     return _Fusion(region).kernels()
 
@@ -102,7 +104,7 @@ _FUSES = frozenset(
     "scalar_tensor select_backward select_scatter slice_backward slice_scatter split_with_sizes_copy tril triu zeros "
     "zeros_like _to_copy _unsafe_index _unsafe_masked_index repeat roll flip inductor_random inductor_seed".split()
 )
-#: operators that reduce, by name; those of the second line write a tensor of their input's size as well
+#: operators that reduce
 _REDUCES = frozenset(
     "sum mean amax amin max min var var_mean std std_mean prod any all argmax argmin logsumexp norm linalg_vector_norm "
     "native_layer_norm native_group_norm _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
@@ -111,46 +113,79 @@ _REDUCES = frozenset(
 #: operators that read only the rows of their first input that they pick
 _PICKS = frozenset("embedding gather index index_select _unsafe_index _unsafe_masked_index".split())
 
+#: an elementwise value that reads more values than the first, and is read several times, or more than the second, is stored
+#: (``realize_reads_threshold`` and ``realize_acc_reads_threshold`` of Inductor)
+_MAX_SHARED_READS, _MAX_READS = 4, 8
+
 
 class _Fusion:
     """Groups the nodes of one region.
 
-    A node's level counts the kernels that bound groups on the longest way to it. Only neighbours of one level join, so that no
-    group waits for itself.
+    A node's level counts the kernels that bound groups on the longest way to it. Only nodes of one level join, so that no group
+    waits for itself.
     """
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.base: dict[fx.Node, fx.Node] = {}  # of a view or pick, what it is a part of
         self.level: dict[fx.Node, int] = {}
-        self.parent: dict[fx.Node, fx.Node] = {}  # union-find over nodes that fuse
-        self.alone: list[fx.Node] = []
-        self.across: list[fx.Node] = []  # reductions over other dimensions than rows
+        self.reads: dict[fx.Node, dict[fx.Node, int]] = {}  # what computing a node reads: stored values, with the bytes
+        self.stored: dict[fx.Node, str] = {}  # nodes whose value is in memory, with what makes them
+        self.parent: dict[fx.Node, fx.Node] = {}  # union-find over stored nodes that fuse
+        self.alike: dict[tuple[fx.Node, int, int], fx.Node] = {}
+        self.forced = self._read_by_others()
         for node in region.fx.nodes:
             if node.op == "placeholder":
-                self.base[node], self.level[node] = node, 0
+                self.base[node], self.level[node], self.stored[node] = node, 0, "input"
             elif node.op == "call_function":
                 self._place(node)
 
+    def _read_by_others(self) -> set[fx.Node]:
+        """What must be stored because it is returned, or a kernel of its own reads it, itself or a view of it."""
+        forced = set(self.region.results)
+        for node in reversed(self.region.fx.nodes):
+            if node.op == "call_function" and (
+                _is_part(node) and node in forced or not _is_part(node) and not _fuses(node)
+            ):
+                forced.update(node.all_input_nodes)
+        return forced
+
     def _place(self, node: fx.Node) -> None:
-        sources = [self.base[source] for source in node.all_input_nodes]
-        below = max((self.level[source] for source in sources), default=0)
-        if sources and (edit.is_getitem(node) or is_view(node)):
-            self.base[node] = sources[0]
+        if _is_part(node):
+            self.base[node] = self.base[node.all_input_nodes[0]]
             return
         self.base[node] = node
+        reads = self.reads[node] = self._direct_reads(node)
+        below = max((self.level[base] for base in reads), default=0)
         if not _fuses(node):
-            self.level[node] = below + 1
-            self.alone.append(node)
+            self.level[node], self.stored[node] = below + 1, _kind(node)
         elif _reduces_across(node):
-            self.level[node] = below + 1
-            self.across.append(node)
+            self.level[node], self.stored[node] = below + 1, "memory"
         else:
             self.level[node] = below
-            self.parent[node] = node
-            for source in sources:
-                if source in self.parent and self.level[source] == below:
-                    self.parent[self._find(source)] = self._find(node)
+            many = len(reads) > (_MAX_SHARED_READS if len(node.users) > 1 else _MAX_READS)
+            if node in self.forced or _name(node) in _REDUCES or many:
+                self.stored[node] = "group"
+                self._join(node)
+
+    def _direct_reads(self, node: fx.Node) -> dict[fx.Node, int]:
+        reads: dict[fx.Node, int] = {}
+        for source in node.all_input_nodes:
+            base = self.base[source]
+            found = {base: _bytes_read(node, source)} if base in self.stored else self.reads[base]
+            for one, size in found.items():
+                reads[one] = min(meta.num_bytes(meta.value(one)), reads.get(one, 0) + size)
+        return reads
+
+    def _join(self, node: fx.Node) -> None:
+        """Put a stored node into the groups that it reads from, and into that which reads the same for as many elements."""
+        self.parent[node] = node
+        level, numel = self.level[node], _num_elements(node)
+        for base in self.reads[node]:
+            if base in self.parent and self.level[base] == level:
+                self.parent[self._find(base)] = self._find(node)
+            other = self.alike.setdefault((base, level, numel), node)
+            self.parent[self._find(other)] = self._find(node)
 
     def _find(self, node: fx.Node) -> fx.Node:
         root = node
@@ -165,49 +200,44 @@ class _Fusion:
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in self.parent:
             groups.setdefault(self._find(node), []).append(node)
-        written = self._written()
-        found: dict[fx.Node, Kernel] = {}
-        for nodes in groups.values():
-            cost = self._group_cost(nodes, written)
-            if cost.bytes_written:
-                found[nodes[0]] = Kernel("memory", nodes[0].name, cost)
-        for node in (*self.alone, *self.across):
-            found[node] = Kernel(_kind(node), node.name, node_cost(node))
-        return [found[node] for node in self.region.fx.nodes if node in found]
-
-    def _written(self) -> set[fx.Node]:
-        """The values of groups that others than their group read."""
-        outside: set[fx.Node] = {self.base[n] for n in self.region.results}
-        for node in self.region.fx.nodes:
-            if (
-                node.op != "call_function"
-                or self.base[node] is not node
-                or node in self.level
-                and _reduces_across(node)
-            ):
-                continue
-            group = self._find(node) if node in self.parent else None
-            for source in node.all_input_nodes:
-                base = self.base[source]
-                if base in self.parent and self._find(base) is not group and not self._is_constant(base):
-                    outside.add(base)
-                elif base in self.parent and group is None:
-                    outside.add(base)
-        return outside & self.parent.keys()
-
-    def _is_constant(self, node: fx.Node) -> bool:
-        return not node.all_input_nodes and not is_random(node)
+        written = {self.base[node] for node in self.forced}
+        for node, what in self.stored.items():
+            if what != "input":
+                group = self._find(node) if what == "group" else None
+                written.update(b for b in self.reads[node] if b in self.parent and self._find(b) is not group)
+        found = {
+            nodes[0]: Kernel("memory", nodes[0].name, self._group_cost(nodes, written)) for nodes in groups.values()
+        }
+        for node, what in self.stored.items():
+            if what not in ("input", "group"):
+                flops = node_flops(node)
+                cost = Cost({_dtype(node): flops} if flops else {}, sum(self.reads[node].values()), _num_bytes(node))
+                found[node] = Kernel(what, node.name, cost)
+        return [found[node] for node in self.stored if node in found]
 
     def _group_cost(self, nodes: list[fx.Node], written: set[fx.Node]) -> Cost:
         inside = set(nodes)
         read: dict[fx.Node, int] = {}
         for node in nodes:
-            for source in node.all_input_nodes:
-                base = self.base[source]
-                if base not in inside and not (base in self.parent and base not in written):
-                    size = meta.num_bytes(meta.value(base))
-                    read[base] = min(size, read.get(base, 0) + _bytes_read(node, source))
-        return Cost({}, sum(read.values()), sum(meta.num_bytes(meta.value(n)) for n in nodes if n in written))
+            for base, size in self.reads[node].items():
+                if base not in inside:
+                    read[base] = min(_num_bytes(base), max(read.get(base, 0), size))
+        return Cost({}, sum(read.values()), sum(_num_bytes(n) for n in nodes if n in written))
+
+
+def _num_bytes(node: fx.Node) -> int:
+    return meta.num_bytes(meta.value(node))
+
+
+def _num_elements(node: fx.Node) -> int:
+    """Over how many elements a node goes: those that it reads, when it reduces."""
+    sources = node.all_input_nodes[:1] if _name(node) in _REDUCES else [node]
+    return sum(t.numel() for source in sources for t in tensors(meta.value(source)))
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node is a view of its input, or one of several results."""
+    return bool(node.all_input_nodes) and (edit.is_getitem(node) or is_view(node))
 
 
 def _bytes_read(node: fx.Node, source: fx.Node) -> int:

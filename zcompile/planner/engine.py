@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zcompile.planner.jobs import COMPUTE, STREAMS, Job
+
+
+#: share of a step to which the lead of a slow host is found
+_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -36,24 +41,24 @@ def steady_run(jobs: Sequence[Job]) -> Run:
     ahead = run(jobs, math.inf)
     if ahead.end_us >= host_us:
         return ahead
-    lead = 0.0
-    found = run(jobs, lead)
-    while found.end_us > host_us * (1 + 1e-9):
-        lead += found.end_us - host_us
-        found = run(jobs, lead)
-    return found
+    low, high = 0.0, host_us  # with a lead of a whole step everything is issued before it begins
+    while high - low > host_us * _TOLERANCE:
+        middle = (low + high) / 2
+        low, high = (middle, high) if run(jobs, middle).end_us > host_us else (low, middle)
+    return dataclasses.replace(run(jobs, high), end_us=host_us)
 
 
 def run(jobs: Sequence[Job], lead_us: float) -> Run:
     """Run jobs on a free device.
 
     Every job starts as early as it may: issued, behind the jobs of its stream before it, after those that it waits for. While
-    collectives are under way, computation advances by ``1 / (1 + their slowdowns)`` of its speed.
+    collectives are under way, computation advances by ``1 / (1 + their slowdowns)`` of its speed; all jobs of a stream have the
+    same slowdown.
 
-    Shorter jobs never make a run longer: a collective waits for computation only up to a point of it, so where two runs have
-    computed equally far, every collective under way in the one with shorter jobs is under way, or not yet started for the
-    same reason, in the other. A run is no longer than its jobs one after the other, since two together advance by more than
-    one alone.
+    Shorter collectives never make a run longer. They start at points of the computation's progress, and what they wait for beside
+    it, later computation waits for too. So when two runs have computed equally far, a stream of collectives that works in the one
+    with the shorter ones works in the other as well, and the other computes no faster: it never gets ahead. A run takes no longer
+    than its jobs one after the other, since two together advance by more than one alone.
 
     Args:
         jobs: in the order of issue.

@@ -71,8 +71,8 @@ class Hardware:
         network: link between nodes, for each device.
         collective_us: what a collective takes beside its hops and bytes.
         copies: how copy engines move data within a node; None: they do not.
-        slowdown: what computation loses while a collective is under way, as a share of the time of both: ``kernels`` for
-            one that takes multiprocessors, ``copies`` for the copy engines.
+        slowdown: by how much longer computation takes while a collective is under way, as a share: ``kernels`` for one that
+            takes multiprocessors, ``gather_copies`` and ``reduce_copies`` for the copy engines.
         sources: which numbers were measured, which are the vendor's, which are guesses.
     """
 

@@ -207,7 +207,7 @@ class _Builder:
             # shards are put where the others fetch them, or what has come from the others is averaged
             us += rates.memory_us(unpacked + sent if op == "all_gather" else sent + received, hw)
             host_us += hw.host.copied_tensor_us * len(sends) * (size - 1)
-            stream, slowdown = (GATHERS if op == "all_gather" else REDUCTIONS), hw.slowdown.get("copies", 0.0)
+            stream, way = (GATHERS, "gather_copies") if op == "all_gather" else (REDUCTIONS, "reduce_copies")
         else:
             wire = full
             if op == "all_gather":
@@ -220,8 +220,9 @@ class _Builder:
                     f"{node.name}_cast", "cast", rates.memory_us(moved, hw), hw.host.kernel_us, needs, moved
                 )
             us = rates.collective_us(op, wire, size, hw)
-            stream, slowdown = GROUP, hw.slowdown.get("kernels", 0.0)
+            stream, way = GROUP, "kernels"
         after = _joined([needs, self.last_compute, tuple(self.waited)])
+        slowdown = hw.slowdown.get(way, 0.0)
         return self._append(Job(node.name, op, self.phase, stream, us, host_us, after, needs, full, slowdown))
 
 
