@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zcompile import passes
+from zcompile.capture.surroundings import collector_paused
 from zcompile.errors import PlanError, ZCompileError
 from zcompile.ir.graph import Step
 from zcompile.pipeline import Pass, Pipeline, StepPass
@@ -141,7 +142,9 @@ def compare(
         costs = Costs(hardware)
         best = optimum(base, costs).step_us if optimal else None
         for policy in policies:
-            yield measure(base, policy, costs, best)
+            with collector_paused():
+                result = measure(base, policy, costs, best)
+            yield result
 
 
 def measure(base: Unscheduled, policy: Policy, costs: Costs, optimal_us: float | None = None) -> Result:
