@@ -40,7 +40,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lower": ("analysis", "program"),
     "parameters": ("placement",),
     "scheduled": ("capture", "pipeline"),
-    "planner": ("analysis", "parameters", "passes", "scheduled"),
+    "planner": ("analysis", "lower", "parameters", "passes", "runtime", "scheduled"),
     "runtime": ("ops", "program"),
 }
 # These make up the public surface, stand on top and may import every layer.
