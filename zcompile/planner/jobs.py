@@ -1,17 +1,10 @@
-"""A scheduled step as jobs in the order in which the host issues them: what each takes, where it runs, what it waits for."""
+"""Device work of a step as jobs, in the order in which the host issues them: what each takes, where it runs, what it waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from torch import fx
-
-from zcompile import ops
-from zcompile.analysis.cost import region_kernels
-from zcompile.errors import PlanError
-from zcompile.ir import calls, edit, meta
-from zcompile.ir.graph import Kept, Origin, Output, Region, Role, Saved, Step, Tangent
 from zcompile.planner import rates
 from zcompile.planner.hardware import Hardware
 
@@ -34,7 +27,7 @@ class Job:
         after: earlier jobs that end before it starts, beside those of its stream.
         needs: earlier jobs whose results it reads: what no schedule can change.
         num_bytes: bytes of a collective's full side, or what a region moves.
-        slowdown: for a collective, what computation beside it loses of its speed.
+        slowdown: for a collective, by how much longer computation beside it takes, as a share.
     """
 
     name: str
@@ -50,193 +43,120 @@ class Job:
 
 
 @dataclass(frozen=True)
-class RegionCost:
-    """What one call of a region takes."""
+class Bucket:
+    """What one collective carries on each rank; buckets add up.
 
-    device_us: float
-    num_kernels: int
-    num_bytes: int
-
-
-@dataclass
-class Costs:
-    """What regions take on a machine; each distinct one is looked at once, also when many steps share it.
-
-    Args:
-        hardware: the machine.
-        region_us: measured device times of regions by name, instead of computed ones.
+    Attributes:
+        op: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
+        size: ranks.
+        num_tensors: tensors.
+        stored_bytes: of what goes in before a cast, such as float32 shards.
+        sent_bytes: of what goes in, in the dtype it is gathered in or gradients come in.
+        received_bytes: of the results.
     """
 
-    hardware: Hardware
-    region_us: Mapping[str, float] = field(default_factory=dict)
-    _known: dict[str, RegionCost] = field(default_factory=dict)
+    op: str
+    size: int
+    num_tensors: int
+    stored_bytes: int
+    sent_bytes: int
+    received_bytes: int
 
-    def region(self, region: Region) -> RegionCost:
-        """What a call of a region takes."""
-        key = f"{region.name} {region.fx}"
-        if key not in self._known:
-            kernels = region_kernels(region)
-            us = self.region_us.get(region.name, sum(rates.kernel_us(k, self.hardware) for k in kernels))
-            self._known[key] = RegionCost(us, len(kernels), sum(k.cost.num_bytes for k in kernels))
-        return self._known[key]
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full side: what a gather makes, what a reduction reads."""
+        return self.received_bytes if self.op == "all_gather" else self.sent_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """The same as NCCL moves it: reductions in the dtype of their results."""
+        if self.op == "all_gather":
+            return self.received_bytes
+        return max(self.sent_bytes, self.received_bytes * (self.size if self.op == "reduce_scatter" else 1))
+
+    def __add__(self, other: Bucket) -> Bucket:
+        return replace(
+            self,
+            num_tensors=self.num_tensors + other.num_tensors,
+            stored_bytes=self.stored_bytes + other.stored_bytes,
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            received_bytes=self.received_bytes + other.received_bytes,
+        )
 
 
-def step_jobs(step: Step, costs: Costs, world_size: int, *, optimizer: bool = True) -> list[Job]:
-    """The jobs of a step.
+class Issuer:
+    """Issues a step's work and records it as jobs.
 
     A collective starts behind all computation that was issued before it, in a stream of its own; computation that is issued
     behind a wait starts after the end of what is waited for. So does the runtime: NCCL's stream, and each lane of the copy
     engines, wait for the current stream at every start.
 
-    Args:
-        step: scheduled and outlined.
-        costs: of its regions, on a machine.
-        world_size: ranks that the step was scheduled for.
-        optimizer: whether an update by AdamW follows.
-
-    Raises:
-        PlanError: the step was scheduled for another number of ranks, or is not outlined.
+    Attributes:
+        jobs: what was issued.
+        phase: what it belongs to.
     """
-    check_scheduled(step, world_size)
-    builder = _Builder(step, costs)
-    if optimizer and step.backward is not None:
-        builder.update(local_params(step))
-    return builder.jobs
 
-
-def check_scheduled(step: Step, world_size: int) -> None:
-    """Check that a step can be simulated for so many ranks.
-
-    Raises:
-        PlanError: it was scheduled for others, or computes outside of regions.
-    """
-    if world_size < 1:
-        raise PlanError(f"world size is {world_size}; it must be at least 1")
-    for graph in step.graphs:
-        for axis, size in graph.axes.items():
-            if size != world_size:
-                raise PlanError(
-                    f"graph '{graph.name}' was scheduled for {size} ranks on axis '{axis}' and {world_size} are to be simulated; "
-                    "schedule it for these"
-                )
-        for node in graph.body:
-            if not (node.target is ops.region_call or ops.is_zc(node.target) or edit.is_getitem(node)):
-                raise PlanError(f"node '{node.name}' computes outside of every region; run 'outline' before simulating")
-
-
-def local_params(step: Step) -> int:
-    """Elements of the trainable parameters that a rank updates."""
-    found = {p.name: meta.tensor(n).numel() for g in step.graphs for n, p in g.params() if p.trainable}
-    return sum(found.values())
-
-
-class _Builder:
-    """Walks the graphs in order and appends jobs."""
-
-    def __init__(self, step: Step, costs: Costs) -> None:
-        self.costs = costs
-        self.hardware = costs.hardware
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
         self.jobs: list[Job] = []
-        self.phase = ""
-        self.made: dict[fx.Node, tuple[int, ...]] = {}  # the jobs that a value comes from
-        self.handed_on: dict[Origin | Role, tuple[int, ...]] = {}
-        self.waited: dict[int, None] = {}  # what ends before the next computation starts
-        self.last_compute: tuple[int, ...] = ()
-        for graph in step.graphs:
-            self.phase = graph.direction.value
-            for node in graph.inputs:
-                self.made[node] = self._origin_jobs(meta.origin(node))
-            for node in graph.body:
-                self._node(node, graph.regions)
-            for node, role in graph.outputs:
-                self.handed_on[role] = self.made[node]
+        self.phase = "forward"
+        self._waited: dict[int, None] = {}
+        self._last_compute: tuple[int, ...] = ()
 
-    def _origin_jobs(self, origin: Origin | None) -> tuple[int, ...]:
-        if isinstance(origin, (Saved, Kept)):
-            return self.handed_on.get(origin, ())
-        return self.handed_on.get(Output(origin.index), ()) if isinstance(origin, Tangent) else ()
-
-    def _node(self, node: fx.Node, regions: Mapping[str, Region]) -> None:
-        needs = _joined(self.made[source] for source in node.all_input_nodes)
-        if node.target is ops.region_call:
-            cost = self.costs.region(regions[calls.region(node)[0]])
-            host = self.hardware.host
-            host_us = host.region_us + cost.num_kernels * host.kernel_us
-            needs = self._compute(node.name, "region", cost.device_us, host_us, needs, cost.num_bytes)
-        elif ops.is_collective(node.target):
-            needs = self._collective(node, needs)
-        elif node.target is ops.wait:
-            self.waited.update(dict.fromkeys(needs))
-        self.made[node] = needs
-
-    def update(self, num_params: int) -> None:
-        """Append the optimizer, which waits for everything."""
-        everything = tuple(range(len(self.jobs)))
-        us = rates.optimizer_us(num_params, self.hardware)
-        self.phase = "optimizer"
-        self.waited.update(dict.fromkeys(everything))
-        self._compute("update", "optimizer", us, self.hardware.host.step_us, everything, rates.ADAMW_BYTES * num_params)
-
-    def _compute(
-        self, name: str, kind: str, us: float, host_us: float, needs: tuple[int, ...], num_bytes: int
-    ) -> tuple[int, ...]:
-        after = tuple(self.waited)
-        self.waited.clear()
+    def compute(
+        self, name: str, kind: str, us: float, host_us: float, needs: tuple[int, ...] = (), num_bytes: int = 0
+    ) -> int:
+        """Issue computation; the index of its job."""
         if self.hardware.host.blocks:  # the device is the host: issuing is part of the work
             us, host_us = us + host_us, 0.0
-        return self._append(Job(name, kind, self.phase, COMPUTE, us, host_us, after, needs, num_bytes))
-
-    def _append(self, job: Job) -> tuple[int, ...]:
+        job = Job(name, kind, self.phase, COMPUTE, us, host_us, tuple(self._waited), needs, num_bytes)
+        self._waited.clear()
         self.jobs.append(job)
-        index = (len(self.jobs) - 1,)
-        if job.stream == COMPUTE:
-            self.last_compute = index
-        return index
+        self._last_compute = (len(self.jobs) - 1,)
+        return self._last_compute[0]
 
-    def _collective(self, node: fx.Node, needs: tuple[int, ...]) -> tuple[int, ...]:
+    def start(self, name: str, bucket: Bucket, needs: tuple[int, ...] = ()) -> int:
+        """Issue a collective; the index of its job. NCCL's is cast to its dtype by computation before it."""
         hw = self.hardware
-        op = str(getattr(node.target, "_opname", ""))
-        _, size = calls.axis(node)
-        sends = calls.tensors(node)
-        sent, received = sum(_num_bytes(n) for n in sends), _num_bytes(node)
-        full = received if op == "all_gather" else sent
-        unpacked = sum(_num_bytes(_before_cast(n)) for n in sends)
-        host_us = hw.host.collective_us
-        if size > 1 and op != "all_reduce" and rates.by_copies(full, size, hw):
-            us = rates.collective_us(op, full, size, hw)
-            # shards are put where the others fetch them, or what has come from the others is averaged
-            us += rates.memory_us(unpacked + sent if op == "all_gather" else sent + received, hw)
-            host_us += hw.host.copied_tensor_us * len(sends) * (size - 1)
-            stream, way = (GATHERS, "gather_copies") if op == "all_gather" else (REDUCTIONS, "reduce_copies")
+        gathers = bucket.op == "all_gather"
+        us, host_us = rates.collective_us(bucket.op, bucket.wire_bytes, bucket.size, hw), hw.host.collective_us
+        if bucket.op != "all_reduce" and rates.by_copies(bucket.full_bytes, bucket.size, hw):
+            us = rates.collective_us(bucket.op, bucket.full_bytes, bucket.size, hw)
+            # shards are put where the others fetch them; what has come from the others is averaged
+            moved = bucket.sent_bytes + (bucket.stored_bytes if gathers else bucket.received_bytes)
+            us += rates.memory_us(moved, hw)
+            host_us += hw.host.copied_tensor_us * bucket.num_tensors * (bucket.size - 1)
+            stream, way = (GATHERS, "gather_copies") if gathers else (REDUCTIONS, "reduce_copies")
         else:
-            wire = full
-            if op == "all_gather":
-                moved = 0 if unpacked == sent else unpacked + sent
-            else:
-                wire = max(received * (size if op == "reduce_scatter" else 1), sent)
-                moved = 0 if wire == sent else sent + wire
-            if moved and size > 1:
-                needs = self._compute(
-                    f"{node.name}_cast", "cast", rates.memory_us(moved, hw), hw.host.kernel_us, needs, moved
-                )
-            us = rates.collective_us(op, wire, size, hw)
+            before, behind = (
+                (bucket.stored_bytes, bucket.sent_bytes) if gathers else (bucket.sent_bytes, bucket.wire_bytes)
+            )
+            if before != behind and bucket.size > 1:
+                moved = before + behind
+                cast_us = rates.memory_us(moved, hw)
+                needs = (self.compute(f"{name}_cast", "cast", cast_us, hw.host.kernel_us, needs, moved),)
             stream, way = GROUP, "kernels"
-        after = _joined([needs, self.last_compute, tuple(self.waited)])
+        after = joined([needs, self._last_compute, tuple(self._waited)])
         slowdown = hw.slowdown.get(way, 0.0)
-        return self._append(Job(node.name, op, self.phase, stream, us, host_us, after, needs, full, slowdown))
+        self.jobs.append(
+            Job(name, bucket.op, self.phase, stream, us, host_us, after, needs, bucket.full_bytes, slowdown)
+        )
+        return len(self.jobs) - 1
+
+    def wait(self, jobs: Iterable[int]) -> None:
+        """Let what is issued from now on start after these have ended."""
+        self._waited.update(dict.fromkeys(jobs))
+
+    def update(self, num_params: int) -> None:
+        """Issue AdamW on so many local parameters, which waits for everything."""
+        everything = tuple(range(len(self.jobs)))
+        self.phase = "optimizer"
+        self.wait(everything)
+        us = rates.optimizer_us(num_params, self.hardware)
+        moved = rates.ADAMW_BYTES * num_params
+        self.compute("update", "optimizer", us, self.hardware.host.step_us, everything, moved)
 
 
-def _joined(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def joined(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Each index once, in order."""
     return tuple(dict.fromkeys(index for group in groups for index in group))
-
-
-def _num_bytes(node: fx.Node) -> int:
-    return meta.num_bytes(meta.value(node))
-
-
-def _before_cast(send: fx.Node) -> fx.Node:
-    """What a collective sends before a ``zc.cast``."""
-    source = calls.picked_from(send)
-    if source is None or source.target is not ops.cast:
-        return send
-    return calls.tensors(source)[calls.index(send)]

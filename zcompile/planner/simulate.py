@@ -10,7 +10,8 @@ import networkx as nx
 from zcompile.ir.graph import Step
 from zcompile.planner.engine import Run, steady_run
 from zcompile.planner.hardware import Hardware
-from zcompile.planner.jobs import COMPUTE, STREAMS, Costs, Job, step_jobs
+from zcompile.planner.issue import Costs, step_jobs
+from zcompile.planner.jobs import COMPUTE, STREAMS, Job
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from zcompile.ir.graph import Step
 from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import History, Pipeline
 from zcompile.placement import ParamSpec
+from zcompile.planner.unscheduled import Unscheduled, outline_step
 from zcompile.scheduled import PureStep, schedule_step, split_step
 from zcompile.verify.verifier import Verifier
 
@@ -66,6 +67,10 @@ class Traced:
                 raise PlanError(f"{name} changes what is captured; trace the model again with {name}={options[name]!r}")
         return self._source.schedule(config, self.world_size if world_size is None else world_size)
 
+    def unscheduled(self, world_size: int) -> Unscheduled:
+        """The same capture for other ranks, with regions and collectives that no policy has moved yet."""
+        return self._source.outline(self.config, world_size)
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -77,16 +82,36 @@ class _Source:
     pure: dict[str, PureStep] = field(default_factory=dict)
 
     def schedule(self, config: Config, world_size: int) -> Traced:
-        if world_size < 1:
-            raise PlanError(f"world size is {world_size}; it must be at least 1")
+        check_world_size(world_size)
         pipeline = passes.default_pipeline(config, size=world_size)
-        joint = ",".join(map(str, pipeline.joint))
         with collector_paused():
-            if joint not in self.pure:
-                self.pure[joint] = split_step(self.captured, pipeline, self.verifier)
-            scheduled = schedule_step(self.pure[joint], pipeline, self.verifier)
+            scheduled = schedule_step(self._split(pipeline), pipeline, self.verifier)
         specs = tuple(parameter_specs(self.model, config, world_size))
         return Traced(scheduled.step, specs, config, world_size, pipeline, scheduled.history, self.captured, self)
+
+    def outline(self, config: Config, world_size: int) -> Unscheduled:
+        check_world_size(world_size)
+        pipeline = passes.default_pipeline(dataclasses.replace(config, policy="none"), size=world_size)
+        with collector_paused():
+            return outline_step(
+                self._split(pipeline), pipeline, parameter_specs(self.model, config, world_size), self.verifier
+            )
+
+    def _split(self, pipeline: Pipeline) -> PureStep:
+        joint = ",".join(map(str, pipeline.joint))
+        if joint not in self.pure:
+            self.pure[joint] = split_step(self.captured, pipeline, self.verifier)
+        return self.pure[joint]
+
+
+def check_world_size(world_size: int) -> None:
+    """Refuse less than one rank.
+
+    Raises:
+        PlanError: a world size that has no meaning.
+    """
+    if world_size < 1:
+        raise PlanError(f"world size is {world_size}; it must be at least 1")
 
 
 def trace(
@@ -121,8 +146,7 @@ def trace(
         PlanError: a world size that has no meaning.
     """
     config = Config(stage=stage, precision=precision, policy=policy, **options)
-    if world_size < 1:
-        raise PlanError(f"world size is {world_size}; it must be at least 1")
+    check_world_size(world_size)
     args, kwargs = as_call(example_inputs)
     tensors, structure, _ = flatten((args, kwargs))
     call = Call(
