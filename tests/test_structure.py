@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 # These make up the public surface, stand on top and may import every layer.
 TOP = frozenset(
-    {"__init__", "__main__", "api", "build", "module", "optim", "report", "session", "unsharded", "weights"}
+    {"__init__", "__main__", "api", "build", "commands", "module", "optim", "report", "session", "unsharded", "weights"}
 )
 
 
