@@ -11,6 +11,7 @@ import sympy
 import torch
 
 from zcompile.analysis.memory import RegionMemory, tensor_bytes
+from zcompile.analysis.units import unit_key
 from zcompile.ir import meta
 from zcompile.ir.graph import Buffer, Grad, Graph, Step
 from zcompile.lower.program import lower_program
@@ -54,7 +55,7 @@ class _Walk:
         self.optimizer_bytes = states.optimizer_bytes(specs, set(self.trained), setup.optimizer, setup.rank)
         self.totals: Counter[str] = Counter()
         self.pool = Pool()
-        self.moments: list[tuple[str, str, dict[str, int], dict[str, int]]] = []
+        self.moments: list[tuple[str, str, str, dict[str, int], dict[str, int]]] = []
         self.homes: set[ArenaKey | int] = set()
         self.exchange = {"all_gather": 0, "reduce_scatter": 0}
         self.saved: dict[str, Value] = {}
@@ -79,7 +80,7 @@ class _Walk:
         for storage in self.users:
             self.drop(storage)
         if self.step.backward is not None:
-            self.record("optimizer", self.setup.optimizer, {})
+            self.record("optimizer", "optimizer", self.setup.optimizer, {})
         held = self.pool.held_bytes
         exchange = sum(self.exchange.values())
         return Memory(
@@ -118,15 +119,15 @@ class _Walk:
                 members = [index] if isinstance(home, int) else self.layout.members[home]
                 self.totals["gradient shards"] += sum(specs[i].padded_local_bytes for i in members)
 
-    def record(self, phase: str, name: str, during: Mapping[str, int]) -> None:
+    def record(self, phase: str, kind: str, name: str, during: Mapping[str, int]) -> None:
         """Note the present state, and what there was beside it while ``name`` ran."""
         self.pool.note_peak()
         after = {part: num_bytes for part, num_bytes in self.totals.items() if num_bytes}
         after["gathered weights"] = self.pool.live_bytes
-        self.moments.append((phase, name, dict(during) or after, after))
+        self.moments.append((phase, kind, name, dict(during) or after, after))
 
     def _moment(
-        self, phase: str, name: str, during: dict[str, int], after: dict[str, int], held: int, exchange: int
+        self, phase: str, kind: str, name: str, during: dict[str, int], after: dict[str, int], held: int, exchange: int
     ) -> Moment:
         """Add what is known at the end of the walk only: buffers that are never given back."""
         full = []
@@ -137,7 +138,7 @@ class _Walk:
             own = sum(parts.values()) - exchange - parts.get("context and libraries", 0)
             parts["fragmentation"] = int(own * self.setup.fragmentation)
             full.append({part: num_bytes for part, num_bytes in parts.items() if num_bytes})
-        return Moment(phase, name, *full)
+        return Moment(phase, kind, name, *full)
 
     def _gaps(self) -> int:
         """Bytes of the parameter arenas that belong to no parameter."""
@@ -188,12 +189,12 @@ class _GraphWalk:
                 for storage in self.pending.pop(ins.ticket):
                     self.walk.drop(storage)
                 self._free(ins.frees)
-                self.walk.record(self.phase, "wait", {})
+                self.walk.record(self.phase, "wait", "wait", {})
             else:
                 assert isinstance(ins, Release)
                 for slot in ins.slots:
                     self.walk.pool.give(*self.gathered.pop(slot))
-                self.walk.record(self.phase, "release", {})
+                self.walk.record(self.phase, "release", "release", {})
         self._leave()
 
     def _parts(self) -> dict[int, str]:
@@ -270,7 +271,14 @@ class _GraphWalk:
         for slot, value in results:
             self._set(slot, value)
         self._free(ins.frees)
-        self.walk.record(self.phase, ins.body, during)
+        self.walk.record(self.phase, "region", self._region_name(ins), during)
+
+    def _region_name(self, ins: Call) -> str:
+        """The region with the units whose parameters this call reads."""
+        names = [self.gathered[slot][1] if slot in self.gathered else self.params.get(slot, "") for slot in ins.inputs]
+        units = list(dict.fromkeys(unit_key(name)[0] for name in names if name))
+        shown = ", ".join(units[:3]) + (", ..." if len(units) > 3 else "")
+        return f"{ins.body} ({shown})" if units else ins.body
 
     def _dying(self, ins: Call) -> tuple[tuple[tuple[int, ...], int], ...]:
         """For each storage that only freed slots hold: the arguments that live in it, and its bytes."""
@@ -306,7 +314,7 @@ class _GraphWalk:
                     walk.touch([name])
                 else:
                     self._set(slot, (Storage("reduction buckets", type_bytes(kind)),))
-        walk.record(self.phase, ins.label, {})
+        walk.record(self.phase, "collective", ins.label, {})
 
     def _stage(self, ins: Start) -> int:
         """Bytes that a collective takes from its start to its wait, beside what goes in and comes out."""
@@ -361,9 +369,9 @@ class _GraphWalk:
                     walk.users.append(storage)
         if self.phase == "backward":
             walk.touch(walk.trained)
-            walk.record(self.phase, "accumulate gradients", {})
+            walk.record(self.phase, "end", "accumulate gradients", {})
         self._free(range(len(self.slots)))
-        walk.record(self.phase, "end", {})
+        walk.record(self.phase, "end", f"end of {self.phase}", {})
 
 
 #: which part a storage counts to when several results live in it
