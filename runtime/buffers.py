@@ -30,6 +30,11 @@ class Buffers:
         self.peak_bytes = 0
         self._free: dict[TensorType, list[Tensor]] = {}
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers, handed out or not: what was taken once is never given back to the allocator."""
+        return self.live_bytes + sum(t.nbytes for free in self._free.values() for t in free)
+
     def take(self, types: Sequence[TensorType]) -> list[Tensor]:
         """One buffer for each type, with undefined contents."""
         taken = []

@@ -40,12 +40,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lower": ("analysis", "program"),
     "parameters": ("placement",),
     "scheduled": ("capture", "pipeline"),
-    "planner": ("analysis", "parameters", "passes", "scheduled"),
+    "planner": ("analysis", "lower", "parameters", "passes", "runtime", "scheduled"),
     "runtime": ("ops", "program"),
 }
 # These make up the public surface, stand on top and may import every layer.
 TOP = frozenset(
-    {"__init__", "__main__", "api", "build", "module", "optim", "report", "session", "unsharded", "weights"}
+    {"__init__", "__main__", "api", "build", "commands", "module", "optim", "report", "session", "unsharded", "weights"}
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from zcompile.module import CompiledModule
 from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec
+from zcompile.planner.hardware import Hardware
+from zcompile.planner.hardware import hardware as find_hardware
+from zcompile.planner.plan import Plan
+from zcompile.planner.request import Request
 from zcompile.runtime.adopt import adopt, install, sync_buffers
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives
@@ -126,6 +131,65 @@ def compile(
     except BaseException as error:
         agreement.fail(error)
         raise
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    world_size: int,
+    stage: int = 3,
+    precision: str | torch.dtype | None = None,
+    hardware: str | Path | Hardware = "h200",
+    policy: str = "prefetch",
+    recompute: Any = None,
+    optimizer: str = "adamw",
+    backend: str = "inductor",
+    reduce_dtype: str | torch.dtype | None = None,
+    ignore: str | Iterable[str] = (),
+    keep_fp32: str | Iterable[str] = (),
+    differentiable: Sequence[str | int] | None = None,
+    verify: str = "fast",
+    advise: bool = True,
+) -> Plan:
+    """What training a model would take on each of ``world_size`` ranks: memory at every moment, time, what limits it.
+
+    From the graphs that ``compile`` would run, captured on fake CPU tensors: no GPU, no process group, and no memory for a model
+    that was built on ``meta``. ``print`` shows the plan; ``to_html``, ``to_json`` and ``to_trace`` write it.
+
+    Args:
+        model: a plain module, on any device; it is not changed.
+        example_inputs: one rank's micro-batch: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. Only
+            shapes and dtypes count: tensors may be on ``meta``.
+        world_size: ranks.
+        stage: as in ``compile``, as are ``precision``, ``policy``, ``backend``, ``reduce_dtype``, ``ignore``, ``keep_fp32``,
+            ``differentiable`` and ``verify``.
+        hardware: the machine: a known name, the path of a JSON file, or a description.
+        recompute: not supported in this version.
+        optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
+        advise: also plan changes that could make it fit or go faster; at most about 20 seconds more.
+
+    Raises:
+        ConfigError: options that have no meaning.
+        PlanError: hardware, an optimizer or a size that is unknown or has no meaning.
+        CaptureError: the model cannot be captured.
+    """
+    if recompute is not None:
+        raise ConfigError(f"recompute={recompute!r} is not supported in this version; leave it out")
+    check_modules(model)
+    config = Config(
+        stage=stage,
+        precision=dtype_name(precision),
+        reduce_dtype=dtype_name(reduce_dtype),
+        backend=backend,
+        policy=policy,
+        ignore=names_tuple("ignore", ignore),
+        keep_fp32=names_tuple("keep_fp32", keep_fp32),
+        differentiable=_differentiable(differentiable),
+        verify=verify,
+    )
+    request = Request(type(model).__name__, model, example_inputs, find_hardware(hardware), optimizer)
+    return request.plan(config, world_size, advise=advise)
 
 
 def _take_over(

@@ -13,13 +13,13 @@ from zcompile.capture.surroundings import collector_paused
 from zcompile.errors import PlanError, ZCompileError
 from zcompile.ir.graph import Step
 from zcompile.pipeline import Pass, Pipeline, StepPass
-from zcompile.planner import rates
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs
-from zcompile.planner.memory import Memory, Transport, predict
+from zcompile.planner.memory import Memory, Setup
 from zcompile.planner.search import best_policy, optimum
 from zcompile.planner.simulate import Timeline, simulate
 from zcompile.planner.unscheduled import Unscheduled
+from zcompile.planner.walk import predict
 
 #: policies by name, beside every spec of schedule passes; ``auto`` searches among them for each machine and number of ranks
 NAMED = {"none": "none", "prefetch": "prefetch", "keep": "keep", "auto": "auto"}
@@ -119,9 +119,7 @@ def _from_file(path: Path, spec: str) -> Pass[Any]:
 
 def memory_of(step: Step, base: Unscheduled, hardware: Hardware) -> Memory:
     """The predicted memory of a scheduled step on a machine."""
-    copies = rates.by_copies(rates.COPIES_MIN_BYTES, base.world_size, hardware)
-    transport = Transport("host" if hardware.host.blocks else "device", copies)
-    return predict(step, base.specs, transport=transport, reserve_bytes=hardware.reserve_bytes)
+    return predict(step, base.specs, Setup.on(hardware, base.world_size))
 
 
 def compare(

@@ -146,6 +146,13 @@ def trace(
         PlanError: a world size that has no meaning.
     """
     config = Config(stage=stage, precision=precision, policy=policy, **options)
+    return trace_with(model, example_inputs, config, world_size, training=training)
+
+
+def trace_with(
+    model: nn.Module, example_inputs: Any, config: Config, world_size: int, *, training: bool = True
+) -> Traced:
+    """``trace`` with the options in one value."""
     check_world_size(world_size)
     args, kwargs = as_call(example_inputs)
     tensors, structure, _ = flatten((args, kwargs))
