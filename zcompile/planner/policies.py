@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def memory_of(step: Step, base: Unscheduled, hardware: Hardware) -> Memory:
 
 
 def compare(
-    steps: Sequence[Unscheduled], policies: Sequence[Policy], hardware: Hardware, *, optimal: bool = False
+    steps: Iterable[Unscheduled], policies: Sequence[Policy], hardware: Hardware, *, optimal: bool = False
 ) -> Iterator[Result]:
     """Schedule, verify and simulate every policy on every number of ranks.
 
