@@ -1,6 +1,7 @@
 """Simulated runs keep to what any run of the same jobs must keep to, whatever the schedule."""
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -52,16 +53,15 @@ def test_bounds_hold_for_any_schedule(seed: int) -> None:
     assert ahead.end_us <= device_us + tolerance
     assert idle.end_us <= device_us + host_us + tolerance
     assert limit.step_us <= line.step_us + tolerance
-    assert steady.end_us == pytest.approx(
-        max(ahead.end_us, host_us), abs=tolerance
-    )  # the slower of the two sets the pace
+    pace = max(ahead.end_us, host_us)  # the slower of the two sets it
+    assert steady.end_us == pytest.approx(pace, abs=tolerance)
     assert line.exposed_us <= line.step_us - line.busy_us(COMPUTE) + tolerance
     for index, job in enumerate(jobs):
         for before in (*job.after, *job.needs):
             assert steady.ends[before] <= steady.starts[index] + tolerance
     for stream in STREAMS:
         own = [i for i, j in enumerate(jobs) if j.stream == stream]
-        assert all(steady.ends[a] <= steady.starts[b] + tolerance for a, b in zip(own, own[1:], strict=False))
+        assert all(steady.ends[a] <= steady.starts[b] + tolerance for a, b in itertools.pairwise(own))
     assert host_us > ahead.end_us or not jobs or min(e.slack_us for e in line.events) < tolerance
 
 
