@@ -37,7 +37,8 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 24px au
 table { border-collapse: collapse; margin: 12px 0 } td, th { padding: 3px 12px; text-align: right; border-bottom: 1px solid #ddd }
 td:first-child, th:first-child { text-align: left } h2 { margin: 28px 0 6px; font-size: 18px } svg { max-width: 100%; height: auto }
 .swatch { display: inline-block; width: 11px; height: 11px; margin-right: 6px } .bad { color: #b00020; font-weight: 600 }
-.good { color: #00703c; font-weight: 600 } text { font: 11px system-ui, sans-serif; fill: #444 } code { background: #f3f3f3; padding: 1px 4px }
+.good { color: #00703c; font-weight: 600 }
+text { font: 11px system-ui, sans-serif; fill: #444 } code { background: #f3f3f3; padding: 1px 4px }
 """
 
 
