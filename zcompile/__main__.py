@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from zcompile import __version__
-from zcompile.commands import doctor, memory, opt, plan
+from zcompile.commands import doctor, memory, opt, plan, policies
 from zcompile.errors import ZCompileError
 
-COMMANDS = (plan, memory, opt, doctor)
+COMMANDS = (plan, memory, policies, opt, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

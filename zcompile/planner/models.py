@@ -71,30 +71,32 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def load_model(spec: str, micro_batch: int = 1, seq: int | None = None) -> Model:
+def load_model(spec: str, micro_batch: int = 1, seq: int | None = None, layers: int | None = None) -> Model:
     """A model by built-in name, ``path/to/config.json`` of Hugging Face, or ``module:factory``.
 
     A factory returns ``(model, example_inputs)``, or a model whose ``config`` tells what it takes. It is called on the ``meta``
-    device, with ``micro_batch`` and ``seq`` where it takes arguments of these names.
+    device, with ``micro_batch``, ``seq`` and ``layers`` where it takes arguments of these names.
 
     Args:
         spec: which one.
         micro_batch: rows.
         seq: tokens in a row; None: 2048, or as many as the model can.
+        layers: so many layers instead of the model's own number.
 
     Raises:
         PlanError: it is not known or cannot be built, or sizes that have no meaning.
     """
-    for name, value in (("micro-batch", micro_batch), ("sequence length", seq)):
+    for name, value in (("micro-batch", micro_batch), ("sequence length", seq), ("number of layers", layers)):
         if value is not None and value < 1:
             raise PlanError(f"{name} is {value}; it must be at least 1")
+    own = {} if layers is None else {"num_hidden_layers": layers}
     if spec in BUILT_IN:
-        return _from_config(spec, dict(BUILT_IN[spec]), micro_batch, seq)
+        return _from_config(spec, {**BUILT_IN[spec], **own}, micro_batch, seq)
     if spec.endswith(".json"):
-        return _from_config(spec, _read(Path(spec)), micro_batch, seq)
+        return _from_config(spec, {**_read(Path(spec)), **own}, micro_batch, seq)
     module, colon, factory = spec.partition(":")
     if colon and module and factory:
-        return _from_factory(spec, module, factory, micro_batch, seq)
+        return _from_factory(spec, module, factory, {"micro_batch": micro_batch, "seq": seq, "layers": layers})
     raise PlanError(
         f"model '{spec}' is not known; the known ones are {', '.join(BUILT_IN)}, or pass the path of a Hugging Face config.json, "
         "or module:factory"
@@ -176,19 +178,20 @@ def inputs_of(config: Any, micro_batch: int, seq: int | None) -> dict[str, torch
     return {"input_ids": tokens, "labels": torch.empty_like(tokens)}
 
 
-def _from_factory(spec: str, module: str, factory: str, micro_batch: int, seq: int | None) -> Model:
+def _from_factory(spec: str, module: str, factory: str, sizes: Mapping[str, int | None]) -> Model:
     try:
         make: Callable[..., Any] = getattr(importlib.import_module(module), factory)
     except Exception as error:
         raise PlanError(f"model '{spec}' cannot be imported: {type(error).__name__}: {error}") from error
     takes = inspect.signature(make).parameters
-    given = {name: value for name, value in (("micro_batch", micro_batch), ("seq", seq)) if name in takes}
+    if sizes["layers"] is not None and "layers" not in takes:
+        raise PlanError(f"factory '{spec}' takes no 'layers'; leave the number of layers to it")
     with torch.device("meta"):
-        made = make(**{name: value for name, value in given.items() if value is not None})
+        made = make(**{name: value for name, value in sizes.items() if name in takes and value is not None})
     if isinstance(made, nn.Module):
         if not hasattr(made, "config"):
             raise PlanError(f"factory '{spec}' returns a model alone; return (model, example_inputs)")
-        return Model(spec, made, inputs_of(made.config, micro_batch, seq))
+        return Model(spec, made, inputs_of(made.config, sizes["micro_batch"] or 1, sizes["seq"]))
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise PlanError(f"factory '{spec}' returns {type(made).__name__}; return (model, example_inputs)")
     return Model(spec, made[0], made[1])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from zcompile import passes
+from zcompile.capture.surroundings import collector_paused
 from zcompile.errors import PlanError, ZCompileError
 from zcompile.ir.graph import Step
 from zcompile.pipeline import Pass, Pipeline, StepPass
@@ -122,7 +123,7 @@ def memory_of(step: Step, base: Unscheduled, hardware: Hardware) -> Memory:
 
 
 def compare(
-    steps: Sequence[Unscheduled], policies: Sequence[Policy], hardware: Hardware, *, optimal: bool = False
+    steps: Iterable[Unscheduled], policies: Sequence[Policy], hardware: Hardware, *, optimal: bool = False
 ) -> Iterator[Result]:
     """Schedule, verify and simulate every policy on every number of ranks.
 
@@ -139,7 +140,9 @@ def compare(
         costs = Costs(hardware)
         best = optimum(base, costs).step_us if optimal else None
         for policy in policies:
-            yield measure(base, policy, costs, best)
+            with collector_paused():
+                result = measure(base, policy, costs, best)
+            yield result
 
 
 def measure(base: Unscheduled, policy: Policy, costs: Costs, optimal_us: float | None = None) -> Result:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from zcompile.errors import ZCompileError
 from zcompile.ir.graph import Step
 from zcompile.passes.cleanup import Cleanup
 from zcompile.pipeline import Facts, Pass, Pipeline, Stats
@@ -34,7 +36,7 @@ class Unscheduled:
     verifier: Verifier
 
     def schedule(self, policy: Sequence[Pass[Any]]) -> Step:
-        """The step as a policy schedules it, verified after each of its passes.
+        """The step as a policy schedules it, verified.
 
         Raises:
             PipelineError, PassError: a policy that cannot run here.
@@ -42,23 +44,40 @@ class Unscheduled:
         """
         pipeline = Pipeline((*policy, Cleanup()))
         pipeline.check(list(self.facts))
-        step = self.step.copy()
-        pipeline.run_step(step, self.verifier, None, dict(self.facts))
+        step, facts = self.step.copy(), dict(self.facts)
+        try:
+            apply(pipeline.passes, step, facts)
+            self.verifier.verify(step, facts, self.interface)
+        except ZCompileError:
+            pipeline.run_step(self.step.copy(), self.verifier, None, dict(self.facts))  # says which pass it was
+            raise
         return step
 
     def candidate(self, policy: Sequence[Pass[Any]]) -> Step:
         """The same, not verified: for a search, whose result is."""
         step = self.step.copy()
-        for p in policy:
-            p.run(step, Stats())
+        apply(policy, step, dict(self.facts))
         return step
+
+    @cached_property
+    def interface(self) -> Interface:
+        """What a policy must keep."""
+        return Interface.of(self.step)
 
 
 def outline_step(pure: PureStep, pipeline: Pipeline, specs: Sequence[ParamSpec], verifier: Verifier) -> Unscheduled:
     """Run the step passes of a pipeline without a policy, and verify their result once."""
-    passes = tuple(p for p in pipeline.step if not isinstance(p, Cleanup))
-    step, facts = pure.step.copy(), Facts(pure.facts)
-    Pipeline(passes).run_step(step, Verifier("off"), None, facts)
+    pipeline.check()
+    step, facts = pure.step.copy(), dict(pure.facts)
+    apply(tuple(p for p in pipeline.step if not isinstance(p, Cleanup)), step, facts)
     verifier.verify(step, facts, Interface.of(pure.step))
-    world_size = specs[0].world_size if specs else 1
-    return Unscheduled(step, facts, tuple(specs), world_size, verifier)
+    return Unscheduled(step, facts, tuple(specs), specs[0].world_size if specs else 1, verifier)
+
+
+def apply(passes: Sequence[Pass[Any]], step: Step, facts: Facts) -> None:
+    """Run passes on a step in place, without a history; ``facts`` holds what is established, and is updated."""
+    for p in passes:
+        p.run(step, Stats())
+        for fact in p.breaks:
+            facts.pop(fact, None)
+        facts.update({fact: p.options() for fact in p.establishes})
