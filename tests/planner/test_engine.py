@@ -61,7 +61,7 @@ def test_bounds_hold_for_any_schedule(seed: int) -> None:
             assert steady.ends[before] <= steady.starts[index] + tolerance
     for stream in STREAMS:
         own = [i for i, j in enumerate(jobs) if j.stream == stream]
-        assert all(steady.ends[a] <= steady.starts[b] + tolerance for a, b in zip(own, own[1:], strict=False))
+        assert all(steady.ends[a] <= steady.starts[b] + tolerance for a, b in itertools.pairwise(own))
     assert host_us > ahead.end_us or not jobs or min(e.slack_us for e in line.events) < tolerance
 
 
