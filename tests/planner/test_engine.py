@@ -1,6 +1,7 @@
 """Simulated runs keep to what any run of the same jobs must keep to, whatever the schedule."""
 
 import dataclasses
+import itertools
 import math
 import random
 

@@ -75,12 +75,12 @@ def test_text_names_what_matters(plan: Plan) -> None:
     assert "do not divide by 3 ranks" in text, "padding is said"
 
 
-def test_out_of_memory_is_predicted(plan: Plan) -> None:
-    tiny = dataclasses.replace(hardware("h200"), name="tiny", device_memory_bytes=200_000, reserve_bytes=0)
+def test_out_of_memory_is_predicted() -> None:
+    tiny = dataclasses.replace(hardware("h200"), name="tiny", device_memory_bytes=60_000, reserve_bytes=0)
     model, inputs = model_and_inputs()
     over = zcompile.plan(model, inputs, world_size=2, stage=0, hardware=tiny)
     peak = over.memory.peak_bytes
-    assert not over.fits and peak > 200_000
+    assert not over.fits and peak > 60_000
     assert "does not fit" in str(over) and "most of it: " in str(over) and "to make it fit" in str(over)
     assert over.advice and {a.change for a in over.tried} >= {"stage 3", "micro-batch 2"}
     largest = max(by_category(over.memory.peak.during), key=by_category(over.memory.peak.during).__getitem__)

@@ -11,6 +11,8 @@ from zcompile.placement import ParamSpec
 from zcompile.planner import states
 from zcompile.planner.states import WORLD, ByteCosts, shard_formula, table
 
+P = sympy.Symbol("P", positive=True)
+
 
 def test_the_table_of_the_zero_paper() -> None:
     """Rajbhandari et al., ZeRO (2020), figure 1: 7.5e9 parameters on 64 ranks, 2 + 2 + 12 bytes."""
@@ -22,12 +24,7 @@ def test_the_table_of_the_zero_paper() -> None:
 def test_other_byte_costs() -> None:
     """Megatron's distributed optimizer: 6 + 12/d with fp32 gradients at stage 1."""
     stage_1 = table(1, 4, ByteCosts(2, 4, 12), precision="bf16", optimizer="adamw")[1]
-    assert (
-        sympy.simplify(
-            sympy.sympify(stage_1["formula"], {"W": WORLD}) - sympy.Symbol("P", positive=True) * (6 + 12 / WORLD)
-        )
-        == 0
-    )
+    assert sympy.simplify(sympy.sympify(stage_1["formula"], {"W": WORLD, "P": P}) - P * (6 + 12 / WORLD)) == 0
     fp32 = table(100, 2, ByteCosts(4, 4, 4), precision=None, optimizer="momentum")
     assert [row["zcompile_bytes"] for row in fp32] == [1200, 1000, 1000, 600]
 

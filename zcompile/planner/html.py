@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -194,8 +194,7 @@ def _ticks(top: float) -> list[float]:
     return [size * i for i in range(int(top / size) + 1)]
 
 
-def _time_axis(end_us: float, x: object, y: float) -> list[str]:
-    assert callable(x)
+def _time_axis(end_us: float, x: Callable[[float], float], y: float) -> list[str]:
     lines = [f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#888"/>']
     return lines + [_label(x(ms * 1000), y + 15, f"{ms:g} ms", "middle") for ms in _ticks(end_us / 1000)]
 
