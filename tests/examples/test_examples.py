@@ -57,3 +57,12 @@ def test_inspect_graph() -> None:
     for name in ("shard", "unshard", "reduce", "prefetch"):
         assert f"{name}{{" in output
     assert "zc.all_gather" in output and "zc.reduce_scatter" in output
+
+
+@pytest.mark.slow
+def test_write_a_policy() -> None:
+    output = run([str(EXAMPLES / "write_a_policy.py"), "--world-size", "8"])
+    rows = [line.split() for line in output.splitlines()[2:]]
+    assert [row[:1] for row in rows[:4]] == [["8"]] * 4
+    steps = {row[1].split("/")[-1]: float(row[2]) for row in rows[:4]}
+    assert steps["write_a_policy.py:EarlyGathers{regions=2}"] < steps["none"]

@@ -53,9 +53,8 @@ def test_bounds_hold_for_any_schedule(seed: int) -> None:
     assert ahead.end_us <= device_us + tolerance
     assert idle.end_us <= device_us + host_us + tolerance
     assert limit.step_us <= line.step_us + tolerance
-    assert steady.end_us == pytest.approx(
-        max(ahead.end_us, host_us), abs=tolerance
-    )  # the slower of the two sets the pace
+    pace = max(ahead.end_us, host_us)  # the slower of the two sets it
+    assert steady.end_us == pytest.approx(pace, abs=tolerance)
     assert line.exposed_us <= line.step_us - line.busy_us(COMPUTE) + tolerance
     for index, job in enumerate(jobs):
         for before in (*job.after, *job.needs):

@@ -7,22 +7,38 @@ import importlib.util
 import os
 import platform
 import shutil
+from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zcompile import __version__, compat
+from zcompile.errors import PlanError
+from zcompile.planner.calibrate import calibrate
+
+#: seconds that ranks of a calibration wait for each other
+CALIBRATION_TIMEOUT = timedelta(seconds=120)
 
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("doctor", help="check that zcompile can run here; exit code 1 if it cannot")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine and write FILE, which --hardware and zcompile.plan take; under torchrun, collectives as well",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what is here and what is wrong with it; 1 when zcompile cannot run."""
+    if options.calibrate is not None:
+        return _calibrate(options.calibrate)
     print(f"zcompile  {__version__}")
     print(f"python    {platform.python_version()}")
     print(f"torch     {torch.__version__}")
@@ -42,6 +58,34 @@ def run(options: argparse.Namespace) -> int:
         )
         return 1
     print(f"all {count} checks of torch's internals passed")
+    return 0
+
+
+def _calibrate(path: Path) -> int:
+    """Measure this machine, on every rank that was started, and write its description on rank 0."""
+    on_gpu = torch.cuda.is_available()
+    rank = int(os.environ.get("RANK", "0"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise PlanError(f"file '{path}' cannot be written: it is a folder, or its folder is not there")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if several:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=CALIBRATION_TIMEOUT)
+    try:
+        found = calibrate(device, path.stem)
+    finally:
+        if several:
+            dist.destroy_process_group()
+    if rank == 0:
+        try:
+            found.save(path)
+        except OSError as error:
+            raise PlanError(f"file '{path}' cannot be written: {error.strerror}") from error
+        rate, bandwidth = max(found.peak_flops.values()) / 1e12, found.memory_bytes_per_s / 1e9
+        print(f"{path}: {rate:.2f} TFLOP/s, memory {bandwidth:.1f} GB/s, links {found.node.bytes_per_s / 1e9:.1f} GB/s")
+        print(found.sources)
     return 0
 
 

@@ -129,16 +129,18 @@ def timeline(jobs: Sequence[Job]) -> Timeline:
         Event(j.name, j.stream, run.starts[i], run.ends[i], j.kind, j.num_bytes, j.phase, slack[i])
         for i, j in enumerate(jobs)
     )
-    ends = [
-        max((e.end_us for e in events if e.phase in phases), default=0.0)
-        for phases in (("forward",), ("forward", "backward"))
-    ]
+    ends = {j.phase: run.end_us for j in jobs[-1:]}  # the last phase has what is left when the host sets the pace
+    for event in events:
+        if event.phase != jobs[-1].phase:
+            ends[event.phase] = max(ends.get(event.phase, 0.0), event.end_us)
+    forward_us = ends.get("forward", 0.0)
+    backward_us = max(ends.get("backward", 0.0), forward_us)
     return Timeline(
         events=events,
         step_us=run.end_us,
-        forward_us=ends[0],
-        backward_us=ends[1] - ends[0],
-        optimizer_us=run.end_us - ends[1],
+        forward_us=forward_us,
+        backward_us=backward_us - forward_us,
+        optimizer_us=run.end_us - backward_us,
         exposed_us=_exposed(events),
         bounds=bounds(jobs),
         critical_path=_critical_path(jobs, run),
