@@ -21,6 +21,8 @@ from zcompile.planner.hardware import hardware
 from zcompile.planner.memory import CATEGORIES, by_category
 from zcompile.planner.plan import Plan
 from zcompile.planner.states import evaluate
+from zcompile.planner.symbols import ROWS as ROWS_SYMBOL
+from zcompile.planner.symbols import TOKENS
 
 ROWS = 4
 
@@ -64,7 +66,17 @@ def test_formulas_hold_for_other_numbers_of_ranks(plan: Plan) -> None:
     for world in (2, 3):
         memory = plan.memory if world == 3 else make(world_size=world).memory
         for name, formula in plan.memory.formulas.items():
-            assert evaluate(formula, world) == getattr(memory, name), (name, world)
+            sizes = {ROWS_SYMBOL: ROWS, TOKENS: 6}
+            assert evaluate(formula.subs(sizes), world) == getattr(memory, name), (name, world)
+
+
+def test_activations_as_a_formula_in_rows(plan: Plan) -> None:
+    """Another micro-batch, traced by itself, saves what the formula says."""
+    formula = plan.memory.formulas["saved_bytes"]
+    assert formula.free_symbols == {ROWS_SYMBOL, TOKENS}
+    model, inputs = model_and_inputs(7)
+    other = zcompile.plan(model, inputs, world_size=3, advise=False)
+    assert int(formula.subs({ROWS_SYMBOL: 7, TOKENS: 6})) == other.memory.saved_bytes
 
 
 def test_text_names_what_matters(plan: Plan) -> None:

@@ -229,7 +229,7 @@ def _memory_table(plan: Plan) -> str:
     formulas = [(escape(n), f"<code>{escape(str(f))}</code>") for n, f in plan.memory.formulas.items()]
     return (
         _table(("at the peak", "GiB", "of it"), rows)
-        + "<p>Bytes for <code>W</code> ranks, parameters divided as they are here:</p>"
+        + "<p>Bytes for <code>W</code> ranks, parameters divided as they are here; <code>B</code> rows of <code>S</code> tokens:</p>"
         + _table(("", "formula"), formulas)
     )
 
