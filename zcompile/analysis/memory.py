@@ -33,10 +33,11 @@ _ROOTS = frozenset(
 
 
 class Own(NamedTuple):
-    """A storage that a region allocates and returns, by its number within the region."""
+    """A storage that a region allocates and returns, by its number within the region, with the shape it was allocated for."""
 
     number: int
     num_bytes: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class RegionMemory:
                 if storage.node in position:
                     shared.append(position[storage.node])
                 else:
-                    own.append(numbers.setdefault(storage, Own(len(numbers), storage_bytes(storage))))
+                    own.append(numbers.setdefault(storage, Own(len(numbers), storage_bytes(storage), _shape(storage))))
             results.append((tuple(own), tuple(shared)))
         self._returned = returned
         self.storages = RegionStorages(tuple(results), tuple(numbers.values()))
@@ -148,6 +149,11 @@ def storage_bytes(storage: Result) -> int:
     """Bytes of the memory that a result was allocated with."""
     value = meta.value(storage.node)
     return tensor_bytes(value[storage.slot] if isinstance(value, (list, tuple)) else value)
+
+
+def _shape(storage: Result) -> tuple[int, ...]:
+    value = meta.value(storage.node)
+    return tuple((value[storage.slot] if isinstance(value, (list, tuple)) else value).shape)
 
 
 def tensor_bytes(value: object) -> int:

@@ -14,7 +14,7 @@ from zcompile.errors import ZCompileError
 from zcompile.planner.plan import Advice, Plan
 from zcompile.planner.trace import as_call
 
-#: seconds that planning changes may take, beside one that is under way
+#: seconds of computation that planning changes may take, beside one that is under way
 BUDGET_S = 20.0
 
 #: most changes that are shown
@@ -35,16 +35,16 @@ def advise(plan: Plan, replan: Replan, *, capture_s: float, budget_s: float = BU
         plan: without advice.
         replan: plans again with other options; ``example_inputs`` among them means another capture.
         capture_s: what a capture takes: one that would pass the budget is not made.
-        budget_s: seconds for all of it.
+        budget_s: seconds for all of it, of this process's computation: a busy machine gives no less advice.
     """
-    end = time.monotonic() + budget_s
+    end = time.process_time() + budget_s
     tried: list[Advice] = []
     skipped: list[str] = []
     for change, options in _changes(plan):
         if "world_size" in options and any(a.fits and "world_size" in a.options for a in tried):
             continue  # fewer ranks do
         captures = "example_inputs" in options
-        if time.monotonic() + (capture_s if captures else 0) > end:
+        if time.process_time() + (capture_s if captures else 0) > end:
             skipped.append(change)
             continue
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,8 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 24px au
 table { border-collapse: collapse; margin: 12px 0 } td, th { padding: 3px 12px; text-align: right; border-bottom: 1px solid #ddd }
 td:first-child, th:first-child { text-align: left } h2 { margin: 28px 0 6px; font-size: 18px } svg { max-width: 100%; height: auto }
 .swatch { display: inline-block; width: 11px; height: 11px; margin-right: 6px } .bad { color: #b00020; font-weight: 600 }
-.good { color: #00703c; font-weight: 600 } text { font: 11px system-ui, sans-serif; fill: #444 } code { background: #f3f3f3; padding: 1px 4px }
+.good { color: #00703c; font-weight: 600 }
+text { font: 11px system-ui, sans-serif; fill: #444 } code { background: #f3f3f3; padding: 1px 4px }
 """
 
 
@@ -193,8 +194,7 @@ def _ticks(top: float) -> list[float]:
     return [size * i for i in range(int(top / size) + 1)]
 
 
-def _time_axis(end_us: float, x: object, y: float) -> list[str]:
-    assert callable(x)
+def _time_axis(end_us: float, x: Callable[[float], float], y: float) -> list[str]:
     lines = [f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#888"/>']
     return lines + [_label(x(ms * 1000), y + 15, f"{ms:g} ms", "middle") for ms in _ticks(end_us / 1000)]
 
@@ -229,7 +229,7 @@ def _memory_table(plan: Plan) -> str:
     formulas = [(escape(n), f"<code>{escape(str(f))}</code>") for n, f in plan.memory.formulas.items()]
     return (
         _table(("at the peak", "GiB", "of it"), rows)
-        + "<p>Bytes for <code>W</code> ranks, parameters divided as they are here:</p>"
+        + "<p>Bytes for <code>W</code> ranks, parameters divided as they are here; <code>B</code> rows of <code>S</code> tokens:</p>"
         + _table(("", "formula"), formulas)
     )
 

@@ -13,10 +13,11 @@ from zcompile.program import TensorType
 class Storage:
     """Memory with those who hold it: slots, the user, autograd."""
 
-    __slots__ = ("holders", "num_bytes", "part")
+    __slots__ = ("holders", "num_bytes", "part", "shape")
 
-    def __init__(self, part: str, num_bytes: int) -> None:
+    def __init__(self, part: str, num_bytes: int, shape: tuple[int, ...] = ()) -> None:
         self.part = part
+        self.shape = shape
         self.num_bytes = num_bytes
         self.holders = 0
 

@@ -73,6 +73,7 @@ class Setup:
         copies: large buckets go by the copy engines of one node.
         context_bytes: what the device's context and libraries take.
         fragmentation: gaps of the allocator, as a share of what is allocated: a guess.
+        symbols: what sizes of values mean in formulas, as ``symbols.size_symbols`` finds them.
     """
 
     optimizer: str = "adamw"
@@ -82,6 +83,7 @@ class Setup:
     copies: bool = False
     context_bytes: int = 0
     fragmentation: float = 0.0
+    symbols: Mapping[int, sympy.Expr] = field(default_factory=dict)
 
     @classmethod
     def on(cls, hardware: Hardware, world_size: int, *, optimizer: str = "adamw", fused: bool = True) -> Setup:
@@ -110,7 +112,8 @@ class Memory:
         gathered_peak_bytes: the most that gathered parameters take at once.
         gathered_held_bytes: of the buffers for them, which are used again and never given back.
         exchange_bytes: what the copy engines exchange through, outside of torch's allocator.
-        formulas: bytes by what is in this class, in the number of ranks ``W``, for parameters that are divided as they are here.
+        formulas: bytes by what is in this class, in the number of ranks ``W``, for parameters that are divided as they are here;
+            ``saved_bytes`` in rows ``B`` and tokens a row ``S``, where sizes in the graph are surely these.
     """
 
     moments: tuple[Moment, ...]

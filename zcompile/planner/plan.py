@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs
 from zcompile.planner.memory import CATEGORIES, Memory, Setup, by_category
 from zcompile.planner.simulate import Timeline, simulate
+from zcompile.planner.symbols import size_symbols
 from zcompile.planner.trace import Traced, as_call
 from zcompile.planner.walk import predict
 
@@ -147,9 +148,10 @@ def make(
     """The plan of a traced step on a machine, without advice."""
     fused = traced.config.backend == "inductor"
     setup = Setup.on(hardware, traced.world_size, optimizer=optimizer, fused=fused)
-    memory = predict(traced.step, traced.specs, setup)
-    timeline = simulate(traced.step, hardware, traced.world_size, costs=costs)
     batch, tokens = batch_of(example_inputs)
+    symbols = size_symbols(batch, tokens // batch if batch else 0, traced.specs)
+    memory = predict(traced.step, traced.specs, replace(setup, symbols=symbols))
+    timeline = simulate(traced.step, hardware, traced.world_size, costs=costs)
     return Plan(name, traced, hardware, memory, timeline, batch, tokens, (*notes, *_padding_notes(traced)))
 
 

@@ -46,9 +46,9 @@ class Request:
             CaptureError: the model cannot be captured.
         """
         states.num_states(self.optimizer)
-        start = time.monotonic()
+        start = time.process_time()
         traced = trace_with(self.module, self.inputs, config, world_size)
-        capture_s = time.monotonic() - start
+        capture_s = time.process_time() - start
         plan = self._make(traced, self.inputs)
         if not advise:
             return plan

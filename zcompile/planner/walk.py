@@ -19,6 +19,7 @@ from zcompile.placement import ParamSpec
 from zcompile.planner import states
 from zcompile.planner.ledger import Pool, Storage, Value, type_bytes
 from zcompile.planner.memory import Memory, Moment, Setup
+from zcompile.planner.symbols import bytes_formula
 from zcompile.program import Call, Program, Release, Start, TensorType, Wait
 from zcompile.runtime import peers
 from zcompile.runtime.arenas import ALIGNMENT_BYTES, ArenaKey, ArenaLayout
@@ -73,7 +74,8 @@ class _Walk:
         if keeps:
             self.touch(self.trained)
         _GraphWalk(self, self.step.forward, "forward").run()
-        saved_bytes = sum(s.num_bytes for s in {s for value in self.saved.values() for s in value})
+        saved = {s: None for value in self.saved.values() for s in value}
+        self.saved_formula = bytes_formula(((s.shape, s.num_bytes) for s in saved), self.setup.symbols)
         if self.step.backward is not None:
             _GraphWalk(self, self.step.backward, "backward").run()
             self.touch(self.trained)
@@ -88,7 +90,7 @@ class _Walk:
             states.parameter_bytes(self.specs.values()),
             self.totals["gradient shards"],
             self.optimizer_bytes,
-            saved_bytes,
+            sum(s.num_bytes for s in saved),
             self.pool.peak[0],
             held,
             exchange,
@@ -157,6 +159,7 @@ class _Walk:
             "optimizer_bytes": states.num_states(self.setup.optimizer)
             * states.shard_formula((s, s.dtype.itemsize) for s in trained)
             + steps,
+            "saved_bytes": self.saved_formula,
             "gathered_peak_bytes": states.WORLD
             * states.shard_formula((self.specs[name], dtype.itemsize) for name, dtype in live.elements()),
         }
@@ -223,7 +226,8 @@ class _GraphWalk:
                 part = "model buffers" if isinstance(meta.origin(node), Buffer) else "inputs and outputs"
                 name = f"{port.kind} {port.key}"
                 if name not in walk.inputs:
-                    storage = Storage(part, tensor_bytes(meta.tensor(node)))
+                    value = meta.tensor(node)
+                    storage = Storage(part, tensor_bytes(value), tuple(value.shape))
                     walk.hold(storage)
                     walk.inputs[name] = (storage,)
                     if port.kind != "buffer":
@@ -262,7 +266,7 @@ class _GraphWalk:
             part = self.parts.get(slot, "between regions")
             value = []
             for storage in own:
-                made = owned.setdefault(storage.number, Storage(part, storage.num_bytes))
+                made = owned.setdefault(storage.number, Storage(part, storage.num_bytes, storage.shape))
                 if _RANK[part] < _RANK[made.part]:
                     made.part = part
                 value.append(made)
