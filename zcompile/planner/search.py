@@ -124,8 +124,8 @@ def optimum(base: Unscheduled, costs: Costs, *, limit_bytes: float = math.inf) -
     """Search every set of kept units, every grouping of neighbours and every start, by branch and bound.
 
     Computation keeps its order, and waits stand as late as they can: before the region that reads a gather, at the end for
-    reductions. A branch ends where it takes longer than the best already with the gathers that are not placed yet taking no time,
-    which is a bound because shorter collectives never make a run longer.
+    reductions. A branch ends where it takes longer than the best already without the gathers that are not placed yet: less to move
+    never makes a run longer.
 
     Args:
         base: the step before its policy, with few units.
@@ -259,33 +259,30 @@ class _Search:
         reductions: tuple[int, ...],
         starts: tuple[int, ...],
     ) -> tuple[float, float]:
-        """Time of device and host; buckets that are not placed yet take none of the device."""
+        """Time of device and host; of buckets that are not placed yet, only the host's part."""
         self.tried += 1
-        issuer = Issuer(self.hardware)
+        issuer, later = Issuer(self.hardware), Issuer(self.hardware)
         issuer.phase = chain.phase
         firsts = [sum(sizes[:i]) for i in range(len(sizes))]
         groups = [gathers[f : f + n] for f, n in zip(firsts, sizes, strict=True)]
-        slots = [*starts, *(2 * group[0].first + 1 for group in groups[len(starts) :])]
+        buckets = [reduce(add, (g.bucket for g in group)) for group in groups]
+        for index in range(len(starts), len(groups)):
+            later.start(f"gather_{index}", buckets[index])
         reduced = list(_joined_reductions(chain, reductions))
         jobs: dict[int, int] = {}
-        unplaced: list[int] = []
         for region in range(len(chain.regions) + 1):
             for slot in (2 * region, 2 * region + 1):
-                for index, group in enumerate(groups):
-                    if slots[index] == slot:
-                        before = len(issuer.jobs)
-                        jobs[index] = issuer.start(f"gather_{index}", reduce(add, (g.bucket for g in group)))
-                        unplaced += range(before, len(issuer.jobs)) if index >= len(starts) else ()
+                for index, start in enumerate(starts):
+                    if start == slot:
+                        jobs[index] = issuer.start(f"gather_{index}", buckets[index])
                 for bucket, at in reduced:
                     if slot % 2 == 0 and at == region:
                         issuer.start(f"reduce_{region}", bucket)
-            issuer.wait(jobs[index] for index, group in enumerate(groups) if group[0].first == region)
+            issuer.wait(job for index, job in jobs.items() if groups[index][0].first == region)
             if region < len(chain.regions):
                 name, us, host_us = chain.regions[region]
                 issuer.compute(name, "region", us, host_us)
-        for index in unplaced:
-            issuer.jobs[index] = replace(issuer.jobs[index], duration_us=0.0)
-        return run(issuer.jobs, math.inf).end_us, sum(j.host_us for j in issuer.jobs)
+        return run(issuer.jobs, math.inf).end_us, sum(j.host_us for j in (*issuer.jobs, *later.jobs))
 
 
 def _joined_reductions(chain: _Chain, sizes: tuple[int, ...]) -> Iterator[tuple[Bucket, int]]:
