@@ -69,7 +69,7 @@ def test_policies_are_compared_on_every_number_of_ranks(good: str) -> None:
     by = {(r.world_size, r.policy): r for r in results}
     for n in (2, 64):
         none, late, auto = by[n, "none"], by[n, good], by[n, "auto"]
-        assert late.exposed_us < none.exposed_us and late.step_us < none.step_us
+        assert late.exposed_us < none.exposed_us and late.step_us <= none.step_us  # equal where the host sets the pace
         assert auto.step_us <= min(by[n, p.name].step_us for p in policies[:3])
         assert late.spec == "late-waits{count=0}"
         again = find_policy(auto.spec)  # what auto finds can be asked for by name, and is what compile takes

@@ -56,15 +56,16 @@ def run(options: argparse.Namespace) -> int:
     model = load_model(options.model, options.micro_batch, options.seq, options.layers)
     traced = trace_with(model.module, model.inputs, config, world_sizes[0])
     results: list[Result] = []
+    width = max(24, *(len(_short(policy.name)) for policy in policies))
     if not options.json:
         print(
             f"{options.model} on {machine.name}, stage {options.stage}, {options.micro_batch} rows a rank", flush=True
         )
-        print(_row([*_COLUMNS, *(["over optimum"] if options.optimal else [])]), flush=True)
+        print(_row([*_COLUMNS, *(["over optimum"] if options.optimal else [])], width), flush=True)
     for result in compare((traced.unscheduled(n) for n in world_sizes), policies, machine, optimal=options.optimal):
         results.append(result)
         if not options.json:
-            print(_row(_cells(result)), flush=True)
+            print(_row(_cells(result), width), flush=True)
     if options.json:
         print(json.dumps([result.as_dict() for result in results], indent=1))
         return 0
@@ -99,7 +100,7 @@ def _split(text: str) -> list[str]:
 def _cells(r: Result) -> list[str]:
     cells = [
         str(r.world_size),
-        r.policy,
+        _short(r.policy),
         f"{r.step_us / 1000:.2f}",
         f"{r.exposed_us / 1000:.2f}",
         f"{r.peak_bytes / 2**30:.1f}",
@@ -109,5 +110,10 @@ def _cells(r: Result) -> list[str]:
     return cells if r.optimal_us is None else [*cells, f"{r.step_us / r.optimal_us - 1:.1%}"]
 
 
-def _row(cells: list[str]) -> str:
-    return f"{cells[0]:>6}  {cells[1]:24}" + "".join(f"{cell:>13}" for cell in cells[2:])
+def _short(policy: str) -> str:
+    """A policy without the folder of its file."""
+    return policy.rpartition("/")[2]
+
+
+def _row(cells: list[str], width: int) -> str:
+    return f"{cells[0]:>6}  {cells[1]:{width}}" + "".join(f"{cell:>13}" for cell in cells[2:])
