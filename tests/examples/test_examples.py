@@ -61,7 +61,7 @@ def test_inspect_graph() -> None:
 
 @pytest.mark.slow
 def test_write_a_policy() -> None:
-    output = run([str(EXAMPLES / "write_a_policy.py"), "--world-size", "8"])
+    output = run([str(EXAMPLES / "write_a_policy.py"), "--world-size", "8", "--layers", "1"])
     rows = [line.split() for line in output.splitlines()[2:]]
     assert [row[:1] for row in rows[:4]] == [["8"]] * 4
     steps = {row[1]: float(row[2]) for row in rows[:4]}

@@ -141,7 +141,8 @@ def _with_links(measured: Hardware, clock: Clock, sizes: Sequence[int]) -> Hardw
             _together(clock, lambda f=full, p=part: compat.start_all_gather(dist.group.WORLD, [f], [p]).wait())
         )
     passed = [size * (world_size - 1) / world_size for size in sizes]
-    slope = max((times[-1] - times[0]) / (passed[-1] - passed[0]), 1e-9)  # us a byte
+    slope = (times[-1] - times[0]) / (passed[-1] - passed[0])  # us a byte
+    slope = max(slope, times[-1] / passed[-1] / 2)  # a large gather spends at least half of its time on its bytes
     latency = max(times[0] - passed[0] * slope, 0.0)
     return replace(
         measured,
