@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
+from typing import Any
 
 from torch import fx
 
@@ -32,7 +33,7 @@ _LOOKAHEADS = (0, 1, 2, 3)
 _BUCKETS_MIB = (0, 32, 64, 128, 256, 512)
 
 
-def best_policy(base: Unscheduled, costs: Costs, peak_bytes: Callable[[Step], int]) -> tuple[Pass[object], ...]:
+def best_policy(base: Unscheduled, costs: Costs, peak_bytes: Callable[[Step], int]) -> tuple[Pass[Any], ...]:
     """The fastest ``keep``, ``bucket`` and ``prefetch`` that fit the device; the one with least memory where none fits.
 
     One option after the other is set to its best value, until none changes. It depends on sizes and the description of the machine
@@ -68,8 +69,8 @@ def best_policy(base: Unscheduled, costs: Costs, peak_bytes: Callable[[Step], in
             return _passes(int(best[0]), best[1], int(best[2]))
 
 
-def _passes(keep: int, mib: float, lookahead: int) -> tuple[Pass[object], ...]:
-    return (Keep(units=keep), BucketPass(mib=mib), Prefetch(lookahead=lookahead))  # type: ignore[return-value]
+def _passes(keep: int, mib: float, lookahead: int) -> tuple[Pass[Any], ...]:
+    return (Keep(units=keep), BucketPass(mib=mib), Prefetch(lookahead=lookahead))
 
 
 def _powers(most: int) -> list[int]:
