@@ -66,7 +66,7 @@ def run(jobs: Sequence[Job], lead_us: float) -> Run:
     num = len(jobs)
     issue_begins, issued = _issue(jobs, lead_us)
     queues = {stream: [i for i, job in enumerate(jobs) if job.stream == stream] for stream in STREAMS}
-    heads: dict[str, int] = {stream: 0 for stream in STREAMS}
+    heads: dict[str, int] = dict.fromkeys(STREAMS, 0)
     waits = [len(set(job.after) | set(job.needs)) for job in jobs]
     readers: list[list[int]] = [[] for _ in jobs]
     for index, job in enumerate(jobs):

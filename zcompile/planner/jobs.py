@@ -10,7 +10,7 @@ from zcompile.planner.hardware import Hardware
 
 #: the streams of the runtime: computation, NCCL's collectives, and the two lanes of the copy engines
 COMPUTE, GROUP, GATHERS, REDUCTIONS = "compute", "group", "gathers", "reductions"
-STREAMS = (COMPUTE, GROUP, GATHERS, REDUCTIONS)
+STREAMS: tuple[str, ...] = (COMPUTE, GROUP, GATHERS, REDUCTIONS)
 
 
 @dataclass(frozen=True)
