@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--clip", type=float)
     parser.add_argument("--policy")
+    parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--reduce", default="fp32", choices=("fp32", "bf16"))
     args = parser.parse_args()
@@ -129,7 +131,10 @@ def main() -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     torch.set_float32_matmul_precision("high")
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    options = Options(SIZES[args.size], device, world_size, dtype, args.backend, args.policy, args.reduce)
+    size = SIZES[args.size]
+    if args.micro_batch is not None:
+        size = dataclasses.replace(size, micro_batch=args.micro_batch)
+    options = Options(size, device, world_size, dtype, args.backend, args.policy, args.reduce)
     clock = Clock(device)
     begin = time.perf_counter()
     trainee = SYSTEMS[args.system](options)

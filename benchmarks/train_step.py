@@ -56,9 +56,9 @@ def run(args: argparse.Namespace, size: str, system: str) -> dict[str, Any]:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     program += [str(ROOT / "benchmarks" / "measure.py"), "--system", system, "--size", size, "--device", args.device]
     program += ["--steps", str(args.steps), "--backend", args.backend, "--dtype", args.dtype, "--reduce", args.reduce]
-    for option in ("policy", "clip"):
+    for option in ("policy", "clip", "micro_batch"):
         if getattr(args, option) is not None:
-            program += [f"--{option}", str(getattr(args, option))]
+            program += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     threads = os.environ.get("OMP_NUM_THREADS", "8" if args.device == "cuda" else "1")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads}
@@ -164,6 +164,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--clip", type=float, help="clip gradients to this norm in every step; default: no clipping")
     parser.add_argument("--policy", help="zcompile's policy; default: its own")
+    parser.add_argument("--micro-batch", type=int, help="rows of a rank; default: the size's own")
     parser.add_argument("--backend", default="inductor", help="of every compiled system; eager leaves compilation out")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system at one size")
     parser.add_argument("--json", help="write all results here, after every system")

@@ -25,6 +25,7 @@ class StepRunner:
 
     Attributes:
         local_only: inside ``no_sync``: backwards keep their gradients on this rank.
+        saved_bytes: by ``id`` of a step, what its first forward left for its backward, shared storage once.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class StepRunner:
         self.agreement = agreement
         self.buffer_of = buffer_of
         self.local_only = False
+        self.saved_bytes: dict[int, int] = {}
         self._probe = torch.zeros((), requires_grad=True)
         self._probe_node = compat.grad_accumulator(self._probe)
 
@@ -85,6 +87,8 @@ class StepRunner:
             else:
                 (saved.kept if port.kind == "kept" else saved.values)[port.key] = value
         saved.versions = [compat.version(v) for v in saved.values.values()]
+        if id(step) not in self.saved_bytes:
+            self.saved_bytes[id(step)] = saved.num_bytes()
         return outputs, saved
 
     def run_backward(
@@ -247,6 +251,11 @@ class SavedValues:
         self.kept: dict[str, Tensor] = {}
         self.versions: list[int] = []
         self._buffers = buffers
+
+    def num_bytes(self) -> int:
+        """Bytes of the memory that the values lie in, shared memory once; kept buffers do not count."""
+        storages = {s.data_ptr(): s.nbytes() for v in self.values.values() for s in [v.untyped_storage()]}
+        return sum(storages.values())
 
     def check_versions(self) -> None:
         """Refuse a backward whose values were written to since the forward, as autograd does.

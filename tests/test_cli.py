@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from zcompile import compat
-from zcompile.__main__ import is_tested, main
+from zcompile.__main__ import main
+from zcompile.commands.doctor import is_tested
 
 GRAPH = """\
 graph m.forward

@@ -1,13 +1,14 @@
 """zcompile: a compiler for ZeRO data-parallel training on PyTorch."""
 
 from zcompile import errors
-from zcompile.api import compile
+from zcompile.api import compile, plan
 from zcompile.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from zcompile.engine import Engine
 from zcompile.errors import ZCompileError
 from zcompile.export import export_safetensors
 from zcompile.launch import initialize
 from zcompile.module import CompiledModule, unwrap
+from zcompile.planner.plan import Plan
 from zcompile.runtime import optimizer as optim
 from zcompile.runtime.scaler import GradScaler
 from zcompile.weights import load_safetensors
@@ -19,6 +20,7 @@ __all__ = [
     "Engine",
     "GradScaler",
     "Loaded",
+    "Plan",
     "ZCompileError",
     "__version__",
     "compile",
@@ -28,6 +30,7 @@ __all__ = [
     "load_checkpoint",
     "load_safetensors",
     "optim",
+    "plan",
     "save_checkpoint",
     "unwrap",
 ]

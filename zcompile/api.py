@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +21,13 @@ from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
 from zcompile.module import CompiledModule, leave
 from zcompile.out_of_memory import explain
+from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
-from zcompile.placement import ParamSpec, choose_shard_dim
+from zcompile.placement import ParamSpec
+from zcompile.planner.hardware import Hardware
+from zcompile.planner.hardware import hardware as find_hardware
+from zcompile.planner.plan import Plan
+from zcompile.planner.request import Request
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import adopt, install, sync_buffers
 from zcompile.runtime.buffers import Buffers
@@ -151,6 +156,65 @@ def compile(
         raise
 
 
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    world_size: int,
+    stage: int = 3,
+    precision: str | torch.dtype | None = None,
+    hardware: str | Path | Hardware = "h200",
+    policy: str = "prefetch",
+    recompute: Any = None,
+    optimizer: str = "adamw",
+    backend: str = "inductor",
+    reduce_dtype: str | torch.dtype | None = None,
+    ignore: str | Iterable[str] = (),
+    keep_fp32: str | Iterable[str] = (),
+    differentiable: Sequence[str | int] | None = None,
+    verify: str = "fast",
+    advise: bool = True,
+) -> Plan:
+    """What training a model would take on each of ``world_size`` ranks: memory at every moment, time, what limits it.
+
+    From the graphs that ``compile`` would run, captured on fake CPU tensors: no GPU, no process group, and no memory for a model
+    that was built on ``meta``. ``print`` shows the plan; ``to_html``, ``to_json`` and ``to_trace`` write it.
+
+    Args:
+        model: a plain module, on any device; it is not changed.
+        example_inputs: one rank's micro-batch: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. Only
+            shapes and dtypes count: tensors may be on ``meta``.
+        world_size: ranks.
+        stage: as in ``compile``, as are ``precision``, ``policy``, ``backend``, ``reduce_dtype``, ``ignore``, ``keep_fp32``,
+            ``differentiable`` and ``verify``.
+        hardware: the machine: a known name, the path of a JSON file, or a description.
+        recompute: not supported in this version.
+        optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
+        advise: also plan changes that could make it fit or go faster; at most about 20 seconds more.
+
+    Raises:
+        ConfigError: options that have no meaning.
+        PlanError: hardware, an optimizer or a size that is unknown or has no meaning.
+        CaptureError: the model cannot be captured.
+    """
+    if recompute is not None:
+        raise ConfigError(f"recompute={recompute!r} is not supported in this version; leave it out")
+    check_modules(model)
+    config = Config(
+        stage=stage,
+        precision=dtype_name(precision),
+        reduce_dtype=dtype_name(reduce_dtype),
+        backend=backend,
+        policy=policy,
+        ignore=names_tuple("ignore", ignore),
+        keep_fp32=names_tuple("keep_fp32", keep_fp32),
+        differentiable=_differentiable(differentiable),
+        verify=verify,
+    )
+    request = Request(type(model).__name__, model, example_inputs, find_hardware(hardware), optimizer)
+    return request.plan(config, world_size, advise=advise)
+
+
 def _take_over(
     model: nn.Module,
     config: Config,
@@ -191,7 +255,7 @@ def _take_over(
 
     def param_type(name: str) -> ParamType:
         spec = shards.specs[name]
-        return ParamType(name, spec.shape, _compute_dtype(spec, config), shards.parameter(name).requires_grad)
+        return ParamType(name, spec.shape, compute_dtype(spec, config), shards.parameter(name).requires_grad)
 
     session = Session(model, config, pipeline, runner, param_type, label)
     shards.when_out_of_memory = _explainer(session)
@@ -273,34 +337,6 @@ def _check_memory(model: nn.Module) -> None:
                 )
         if id(p) in parameters:
             ends[compat.storage_id(p)].append((first, last, name))
-
-
-def parameter_specs(model: nn.Module, config: Config, world_size: int) -> list[ParamSpec]:
-    """How each parameter is divided, in the model's order; tied parameters once, with all their names."""
-    names: dict[int, list[str]] = {}
-    params: dict[int, nn.Parameter] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-        params[id(p)] = p
-    specs = []
-    for key, (first, *aliases) in names.items():
-        p = params[key]
-        dtype = torch.float32 if config.compute_dtype is not None and p.is_floating_point() else p.dtype
-        ignored = any(fnmatchcase(n, pattern) for n in (first, *aliases) for pattern in config.ignore)
-        dim = (
-            choose_shard_dim(p.shape, dtype, world_size, stage=config.stage, ignored=ignored)
-            if world_size > 1
-            else None
-        )
-        specs.append(ParamSpec(first, tuple(aliases), tuple(p.shape), dtype, p.requires_grad, dim, world_size))
-    return specs
-
-
-def _compute_dtype(spec: ParamSpec, config: Config) -> torch.dtype:
-    if config.compute_dtype is None or not spec.dtype.is_floating_point:
-        return spec.dtype
-    keep = any(fnmatchcase(n, pattern) for n in spec.names for pattern in config.keep_fp32)
-    return torch.float32 if keep else config.compute_dtype
 
 
 def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipeline:

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zcompile import compat
-from zcompile.build import Graphs
 from zcompile.config import Config
 from zcompile.errors import ConfigError, ShardingError, StateError
+from zcompile.ir.graph import Step
 from zcompile.pipeline import History, Pipeline
-from zcompile.report import Report, optimizer_bytes, state_bytes
+from zcompile.planner.memory import Memory, Setup
+from zcompile.planner.walk import predict
+from zcompile.report import DeviceMemory, Report, optimizer_bytes, optimizer_kind, state_bytes
 from zcompile.runtime import norm, state
 from zcompile.runtime.checkpoint.saving import Checkpoints
 from zcompile.runtime.collectives import Collectives
@@ -24,6 +26,7 @@ from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.shards import Slot
+from zcompile.scheduled import Graphs
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
 
@@ -288,11 +291,11 @@ class CompiledModule(nn.Module):
         return self._session.latest
 
     def report(self, optimizer: Optimizer | None = None) -> Report:
-        """Measured bytes of the model states on this rank; with ``optimizer``, of its state too."""
+        """Measured bytes of what is in memory on this rank, beside what was predicted; with ``optimizer``, of its state too."""
         runner = self._session.runner
         params, all_params, grads, all_grads = state_bytes(runner.shards)
         mine, total = optimizer_bytes(runner.shards, optimizer)
-        buffers = runner.executor.buffers
+        buffers, latest = runner.executor.buffers, self._session.latest
         return Report(
             world_size=runner.shards.mesh.size,
             stage=self._config.stage,
@@ -304,9 +307,26 @@ class CompiledModule(nn.Module):
             optimizer_bytes_total=total,
             gathered_live_bytes=buffers.live_bytes,
             gathered_peak_bytes=buffers.peak_bytes,
+            gathered_held_bytes=buffers.held_bytes,
+            saved_bytes=0 if latest is None else runner.saved_bytes.get(id(latest.program), 0),
             peer_bytes=runner.executor.collectives.peer_bytes,
             captures=self._session.num_captures,
+            device=DeviceMemory.of(runner.shards.mesh.device),
+            predicted=None if latest is None else self._predicted(latest.graphs, optimizer),
         )
+
+    def _predicted(self, graphs: Graphs, optimizer: Optimizer | None) -> Memory:
+        """What planning says about the graphs that run."""
+        runner = self._session.runner
+        mesh = runner.shards.mesh
+        setup = Setup(
+            optimizer=optimizer_kind(optimizer),
+            rank=mesh.rank,
+            fused=self._config.backend == "inductor",
+            on_host=mesh.device.type == "cpu",
+            copies=runner.executor.collectives.peer_bytes > 0,
+        )
+        return predict(Step(graphs.forward, graphs.backward), tuple(runner.shards.specs.values()), setup)
 
 
 def _of_original(name: str) -> Any:

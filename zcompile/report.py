@@ -1,15 +1,41 @@
-"""What a compiled model holds in memory on this rank, beside what it would hold unsharded."""
+"""What a compiled model holds in memory on this rank: measured, beside what was predicted and what it would hold unsharded."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zcompile.planner.memory import Memory, by_category
 from zcompile.runtime.placed import local_of
 from zcompile.runtime.shards import ParameterShards
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What torch's allocator and the driver say about this rank's GPU, in bytes.
+
+    Attributes:
+        peak_allocated: the most that tensors took at once.
+        peak_reserved: the most that the allocator held; the difference is fragmentation.
+        outside: taken on the device and not by the allocator: context, libraries, exchange between GPUs, other processes.
+    """
+
+    peak_allocated: int
+    peak_reserved: int
+    outside: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory | None:
+        """Of a device; None for the CPU."""
+        if device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)
+        return cls(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), outside)
 
 
 @dataclass(frozen=True)
@@ -17,7 +43,10 @@ class Report:
     """Measured bytes of model states on this rank, with padding; ``*_total`` is the plain, unsharded model.
 
     ``gradient_bytes`` is what is alive: memory may outlive the ``.grad`` that used it, up to the next forward or, in a small
-    model, for good. ``gathered_peak_bytes`` is the most that gathered parameters took at once.
+    model, for good. ``gathered_peak_bytes`` is the most that gathered parameters took at once, ``gathered_held_bytes`` what
+    the buffers for them take. ``saved_bytes`` is what the latest kind of forward leaves for its backward (0 before the first call).
+    ``predicted`` holds the same numbers, and every moment of a step, as planning finds them in the graphs that run; None before
+    the first call.
     """
 
     world_size: int
@@ -30,20 +59,50 @@ class Report:
     optimizer_bytes_total: int
     gathered_live_bytes: int
     gathered_peak_bytes: int
+    gathered_held_bytes: int
+    saved_bytes: int
     peer_bytes: int
     captures: int
+    device: DeviceMemory | None = None
+    predicted: Memory | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers by name."""
-        return asdict(self)
+        numbers = {f.name: getattr(self, f.name) for f in fields(self)}
+        device, predicted = numbers.pop("device"), numbers.pop("predicted")
+        numbers["device"] = None if device is None else vars(device)
+        numbers["predicted"] = None if predicted is None else predicted.to_dict()
+        return numbers
 
     def __str__(self) -> str:
-        rows = [f"{'MiB':14}{'this rank':>12}{'unsharded':>12}"]
+        rows = [f"{'MiB':14}{'this rank':>12}{'predicted':>12}{'unsharded':>12}"]
         for kind in ("parameter", "gradient", "optimizer"):
-            mine, total = getattr(self, f"{kind}_bytes"), getattr(self, f"{kind}_bytes_total")
-            rows.append(f"{kind + 's':14}{mine / 2**20:>12.2f}{total / 2**20:>12.2f}")
-        rows.append(f"{'gathered peak':14}{self.gathered_peak_bytes / 2**20:>12.2f}{'':>12}")
+            rows.append(self._row(f"{kind}s", f"{kind}_bytes", getattr(self, f"{kind}_bytes_total")))
+        for label, name in (
+            ("saved", "saved_bytes"),
+            ("gathered peak", "gathered_peak_bytes"),
+            ("gathered held", "gathered_held_bytes"),
+        ):
+            rows.append(self._row(label, name))
+        if self.device is not None:
+            peak = None if self.predicted is None else self._predicted_allocation()
+            rows.append(_row("allocated peak", self.device.peak_allocated, peak))
+            rows.append(_row("reserved peak", self.device.peak_reserved))
+            rows.append(_row("outside", self.device.outside))
         return "\n".join(rows)
+
+    def _predicted_allocation(self) -> int:
+        assert self.predicted is not None
+        reserve = by_category(self.predicted.peak.during)["reserve"]
+        return self.predicted.peak_bytes - self.predicted.exchange_bytes - reserve
+
+    def _row(self, label: str, name: str, total: int | None = None) -> str:
+        predicted = None if self.predicted is None else getattr(self.predicted, name)
+        return _row(label, getattr(self, name), predicted, total)
+
+
+def _row(label: str, *values: int | None) -> str:
+    return f"{label:14}" + "".join("            " if v is None else f"{v / 2**20:>12.2f}" for v in values).rstrip()
 
 
 def state_bytes(shards: ParameterShards) -> tuple[int, int, int, int]:
@@ -68,3 +127,11 @@ def optimizer_bytes(shards: ParameterShards, optimizer: Optimizer | None) -> tup
                 full = shards.specs[name].numel if name is not None and value.dim() else local.numel()
                 total += full * local.element_size()
     return mine, total
+
+
+def optimizer_kind(optimizer: Optimizer | None) -> str:
+    """How planning calls the kind of an optimizer; that of AdamW for one that it does not know."""
+    name = "adamw" if optimizer is None else type(optimizer).__name__.lower()
+    if name == "sgd" and optimizer is not None and any(group.get("momentum") for group in optimizer.param_groups):
+        return "momentum"
+    return name if name in ("adam", "adamw", "lion", "sgd") else "adamw"

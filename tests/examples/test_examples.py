@@ -102,3 +102,12 @@ def test_resume(tmp_path: Path) -> None:
     assert whole.startswith("steps 0 to 20: loss ")
     assert run([*launch, str(tmp_path / "parts")], STEPS="8").startswith("steps 0 to 8: loss ")
     assert run([*launch, str(tmp_path / "parts")]) == whole.replace("steps 0 to", "steps 8 to")
+
+
+@pytest.mark.slow
+def test_write_a_policy() -> None:
+    output = run([str(EXAMPLES / "write_a_policy.py"), "--world-size", "8", "--layers", "1"])
+    rows = [line.split() for line in output.splitlines()[2:]]
+    assert [row[:1] for row in rows[:4]] == [["8"]] * 4
+    steps = {row[1]: float(row[2]) for row in rows[:4]}
+    assert steps["write_a_policy.py:EarlyGathers{regions=2}"] < steps["none"]

@@ -61,6 +61,7 @@ class _Lowering:
         self.tickets: dict[fx.Node, int] = {}
         self.instructions: list[Instruction] = []
         self.last_read = self._last_reads()
+        self.unit_of = {param.name: param.unit for _, param in graph.params()}
         self.grads = self._grad_of_result()
 
     def run(self) -> Program:
@@ -163,10 +164,9 @@ class _Lowering:
             if isinstance(origin, Param):
                 units[origin.unit or origin.name] = None
         wait = next(u for u in node.users if u.target is ops.wait)
-        params = {p.name: p for _, p in self.graph.params()}
         for index in range(len(meta.value(wait))):
             if name := self.grads.get((wait, index)):
-                units[params[name].unit if name in params else name] = None
+                units[self.unit_of.get(name, name)] = None
         return f"of {', '.join(units)}" if units else f"'{node.name}'"
 
     def _grad_of_result(self) -> dict[tuple[fx.Node, int], str]:

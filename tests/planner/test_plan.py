@@ -1,0 +1,221 @@
+"""Plans: what they say, as text, JSON, page and trace; advice that is what another plan says; bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+import zcompile
+from tests.dist.models import CASES, VOCAB, Deep
+from zcompile.__main__ import main
+from zcompile.errors import ConfigError, PlanError, VerifyError, ZCompileError
+from zcompile.planner.hardware import hardware
+from zcompile.planner.memory import CATEGORIES, by_category
+from zcompile.planner.plan import Plan
+from zcompile.planner.states import evaluate
+from zcompile.planner.symbols import ROWS as ROWS_SYMBOL
+from zcompile.planner.symbols import TOKENS
+
+ROWS = 4
+
+
+def model_and_inputs(rows: int = ROWS) -> tuple[Deep, dict[str, torch.Tensor]]:
+    """Also the factory of the command line's tests."""
+    with torch.device("meta"):
+        return Deep(3), {
+            "tokens": torch.empty(rows, 6, dtype=torch.int64),
+            "labels": torch.empty(rows, 6, dtype=torch.int64),
+        }
+
+
+def make(**options: object) -> Plan:
+    arguments = {"world_size": 3, "advise": False, **options}
+    model, inputs = model_and_inputs()
+    return zcompile.plan(model, inputs, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make(advise=True)
+
+
+def test_a_plan_holds_graphs_memory_and_times(plan: Plan) -> None:
+    assert plan.fits and plan.batch == ROWS and plan.tokens == 6 * ROWS
+    assert "zc.all_gather" in str(plan.step.forward) and "zc.reduce_scatter" in str(plan.step.backward)
+    assert plan.num_params == sum(p.numel() for p in Deep(3).parameters())
+    phases = [m.phase for m in plan.memory.moments]
+    assert phases == sorted(phases, key=("forward", "backward", "optimizer").index) and set(phases) == {
+        "forward",
+        "backward",
+        "optimizer",
+    }
+    assert plan.memory.peak_bytes == max(m.num_bytes for m in plan.memory.moments) > 0
+    assert all(part >= 0 for m in plan.memory.moments for part in (*m.during.values(), *m.after.values()))
+    assert plan.timeline.step_us > 0
+
+
+def test_formulas_hold_for_other_numbers_of_ranks(plan: Plan) -> None:
+    for world in (2, 3):
+        memory = plan.memory if world == 3 else make(world_size=world).memory
+        for name, formula in plan.memory.formulas.items():
+            sizes = {ROWS_SYMBOL: ROWS, TOKENS: 6}
+            assert evaluate(formula.subs(sizes), world) == getattr(memory, name), (name, world)
+
+
+def test_activations_as_a_formula_in_rows(plan: Plan) -> None:
+    """Another micro-batch, traced by itself, saves what the formula says."""
+    formula = plan.memory.formulas["saved_bytes"]
+    assert formula.free_symbols == {ROWS_SYMBOL, TOKENS}
+    model, inputs = model_and_inputs(7)
+    other = zcompile.plan(model, inputs, world_size=3, advise=False)
+    assert int(formula.subs({ROWS_SYMBOL: 7, TOKENS: 6})) == other.memory.saved_bytes
+
+
+def test_text_names_what_matters(plan: Plan) -> None:
+    text = str(plan)
+    for category in CATEGORIES:
+        assert category in text
+    assert re.search(r"together +[\d.]+  of 131\.3: fits", text) and "limited by" in text
+    assert "do not divide by 3 ranks" in text, "padding is said"
+
+
+def test_out_of_memory_is_predicted() -> None:
+    tiny = dataclasses.replace(hardware("h200"), name="tiny", device_memory_bytes=60_000, reserve_bytes=0)
+    model, inputs = model_and_inputs()
+    over = zcompile.plan(model, inputs, world_size=2, stage=0, hardware=tiny)
+    peak = over.memory.peak_bytes
+    assert not over.fits and peak > 60_000
+    assert "does not fit" in str(over) and "most of it: " in str(over) and "to make it fit" in str(over)
+    assert over.advice and {a.change for a in over.tried} >= {"stage 3", "micro-batch 2"}
+    largest = max(by_category(over.memory.peak.during), key=by_category(over.memory.peak.during).__getitem__)
+    assert largest in str(over).split("most of it: ")[1].splitlines()[0]
+
+
+def test_advice_is_what_another_plan_says(plan: Plan) -> None:
+    assert plan.tried and set(map(id, plan.advice)) <= set(map(id, plan.tried))
+    changed = {a.change: a for a in plan.tried}
+    for change in ("stage 2", f"micro-batch {2 * ROWS}"):
+        advice = changed[change]
+        options = dict(advice.options)
+        model, inputs = model_and_inputs(options.pop("micro_batch", ROWS))
+        again = zcompile.plan(model, inputs, world_size=3, advise=False, **options)
+        assert (again.memory.peak_bytes, again.timeline.step_us) == (advice.peak_bytes, advice.step_us)
+
+
+def test_json_comes_back(plan: Plan, tmp_path: Path) -> None:
+    text = plan.to_json(tmp_path / "plan.json")
+    read = json.loads(text)
+    assert read == json.loads((tmp_path / "plan.json").read_text()) == plan.to_dict()
+    assert (
+        read["memory"]["peak_bytes"]
+        == plan.memory.peak_bytes
+        == max(sum(point[c] for c in CATEGORIES) for point in read["memory_over_time"])
+    )
+    times = [point["us"] for point in read["memory_over_time"]]
+    assert times == sorted(times) and times[-1] <= plan.timeline.step_us + 1
+
+
+def test_a_trace_has_streams_and_memory(plan: Plan, tmp_path: Path) -> None:
+    plan.to_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X", "C"}
+    assert sum(e["ph"] == "X" for e in events) == len(plan.timeline.events)
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_the_page_stands_alone(plan: Plan, tmp_path: Path) -> None:
+    plan.to_html(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert not re.search(r"(src|href)=|@import|url\(|<script|<link|<img", text), "nothing comes from outside"
+    pictures = {m.attrib["id"]: m for m in map(ET.fromstring, re.findall(r"<svg.*?</svg>", text, re.S))}
+    assert set(pictures) == {"memory", "streams"}
+    svg = "{http://www.w3.org/2000/svg}"
+    areas = pictures["memory"].findall(f"{svg}polygon")
+    assert {a.findtext(f"{svg}title") for a in areas} >= {"parameters", "gradients", "activations", "temporary"}
+    assert len(pictures["streams"].findall(f"{svg}rect")) == len(plan.timeline.events)
+    for picture in pictures.values():
+        _, _, width, height = map(float, picture.attrib["viewBox"].split())
+        for shape in picture.iter():
+            for point in shape.attrib.get("points", "").split():
+                x, y = map(float, point.split(","))
+                assert 0 <= x <= width and 0 <= y <= height
+
+
+def test_a_browser_shows_the_page_without_complaint(plan: Plan, tmp_path: Path) -> None:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+    browser = next((found for name in names if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"no browser is installed (looked for {', '.join(names)})")
+    plan.to_html(tmp_path / "plan.html")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    shown = subprocess.run(
+        [*command, f"file://{tmp_path}/plan.html"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert 'id="memory"' in shown.stdout and 'id="streams"' in shown.stdout
+    assert "CONSOLE" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hardware": "h300"}, PlanError, "hardware 'h300' is not known; the known ones are .*h200"),
+        ({"optimizer": "adagrad"}, PlanError, "optimizer 'adagrad' is not known"),
+        ({"world_size": -2}, PlanError, "world size is -2; it must be at least 1"),
+        ({"stage": 4}, ConfigError, "stage is 4"),
+        ({"policy": "prefetcher"}, ZCompileError, "unknown pass 'prefetcher'; the known ones are .*prefetch"),
+        ({"recompute": "full"}, ConfigError, "recompute='full' is not supported in this version"),
+    ],
+)
+def test_bad_options(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_a_policy_that_breaks_the_graph_is_the_verifiers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zcompile.passes.schedule.prefetch import Prefetch
+    from zcompile.pipeline import Stats
+
+    def run(self: Prefetch, target: object, stats: Stats) -> None:
+        release = next(n for n in target.forward.body if "release" in n.name)  # type: ignore[attr-defined]
+        release.graph.erase_node(release)
+
+    monkeypatch.setattr(Prefetch, "run", run)
+    with pytest.raises(VerifyError, match="release"):
+        make()
+
+
+def test_a_compiled_model_is_refused() -> None:
+    case = CASES["deep"]
+    compiled = zcompile.compile(case.build(), backend="eager")
+    with pytest.raises(ConfigError, match="is compiled already"):
+        zcompile.plan(compiled, case.data(0, 0), world_size=2)
+
+
+def test_plan_is_a_function_in_every_import_order() -> None:
+    import zcompile.planner.plan
+
+    assert callable(zcompile.plan) and zcompile.Plan is Plan and VOCAB
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, trace = tmp_path / "p.html", tmp_path / "t.json"
+    arguments = ["plan", "--model", "tests.planner.test_plan:model_and_inputs", "--world-size", "3", "--no-advice"]
+    assert main([*arguments, "--html", str(page), "--trace", str(trace), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["memory"]["parameter_bytes"] == make().memory.parameter_bytes
+    assert page.stat().st_size > 1000 and json.loads(trace.read_text())["traceEvents"]
+    assert main([*arguments, "--html", str(tmp_path / "no" / "p.html")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_command_refuses_unknown_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama4", "--world-size", "8"]) == 1
+    assert "error: model 'llama4' is not known; the known ones are gpt2" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""``python -m zcompile plan``: memory and time of a step, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from zcompile.config import Config, dtype_name
+from zcompile.errors import PlanError
+from zcompile.planner.hardware import hardware, known_hardware
+from zcompile.planner.models import BUILT_IN, load_model
+from zcompile.planner.request import Request
+from zcompile.planner.states import OPTIMIZERS
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="memory and time of a training step on any number of ranks, before it runs",
+        description="What a training step takes on each rank, from the graphs that would run: no GPU and no process group needed.",
+    )
+    add_model(parser)
+    parser.add_argument("--world-size", type=int, required=True, help="ranks")
+    parser.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default: 3)")
+    parser.add_argument("--policy", default="prefetch", metavar="SPEC", help="schedule passes (default: prefetch)")
+    parser.add_argument(
+        "--hardware", default="h200", help=f"{', '.join(known_hardware())}, or a JSON file (default: h200)"
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--no-advice", action="store_true", help="do not plan changes")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which model is trained on what."""
+    parser.add_argument(
+        "--model", required=True, help=f"{', '.join(BUILT_IN)}, a Hugging Face config.json, or module:factory"
+    )
+    parser.add_argument("--micro-batch", type=int, default=1, help="rows of a rank (default: 1)")
+    parser.add_argument("--seq", type=int, help="tokens in a row (default: 2048, or as many as the model can)")
+    parser.add_argument("--precision", help="bf16 or fp16 with fp32 masters (default: the model's own dtypes)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan, and write what was asked for."""
+    machine = hardware(options.hardware)
+    config = Config(stage=options.stage, precision=dtype_name(options.precision), policy=options.policy, verify="fast")
+    model = load_model(options.model, options.micro_batch, options.seq)
+    request = Request(model.name, model.module, model.inputs, machine, options.optimizer, model.notes)
+    plan = request.plan(config, options.world_size, advise=not options.no_advice)
+    print(plan.to_json() if options.json else plan)
+    try:
+        if options.html is not None:
+            plan.to_html(options.html)
+        if options.trace is not None:
+            plan.to_trace(options.trace)
+    except OSError as error:
+        raise PlanError(f"'{error.filename}' cannot be written: {error.strerror}") from error
+    return 0

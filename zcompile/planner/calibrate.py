@@ -1,0 +1,184 @@
+"""Measures the machine that it runs on and describes it, for ``hardware(path)``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from zcompile import compat
+from zcompile.planner.hardware import Curve, Hardware, Host, Link, hardware
+
+#: sides of the square matmuls that are timed
+_SIDES = {"cpu": (32, 128, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+#: bytes of the copies that are timed, read and written together
+_COPIES = {"cpu": (1 << 16, 1 << 20, 1 << 26), "cuda": (1 << 17, 1 << 20, 1 << 24, 1 << 27, 1 << 30)}
+#: full bytes of the gathers that are timed
+_GATHERS = {"cpu": (1 << 10, 1 << 22), "cuda": (1 << 16, 1 << 28)}
+#: seconds that repetitions of one measurement take, at least
+_SECONDS = 0.1
+#: in how many parts
+_RUNS = 10
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times work on a device."""
+
+    device: torch.device
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def us(self, work: Callable[[], object], seconds: float = _SECONDS) -> float:
+        """Microseconds of one call among many that follow each other: of the fastest run, since other programs only slow it down."""
+        work()
+        self.finish()
+        begin = time.perf_counter()
+        work()
+        self.finish()
+        count = max(1, int(seconds / _RUNS / max(time.perf_counter() - begin, 1e-7)))
+        runs = []
+        for _ in range(_RUNS):
+            begin = time.perf_counter()
+            for _ in range(count):
+                work()
+            self.finish()
+            runs.append((time.perf_counter() - begin) / count * 1e6)
+        return min(runs)
+
+
+def calibrate(device: torch.device, name: str) -> Hardware:
+    """Measure a device; takes a few seconds. With a process group of two ranks or more, collectives as well, on every rank.
+
+    What is not measured (attention, convolutions, what a region call costs the host, slowdown by collectives) is taken from the
+    description that comes with zcompile and is nearest, and ``sources`` says so.
+    """
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    near = hardware("h200" if kind == "cuda" else "cpu-2core")
+    clock = Clock(device)
+    rates = {dtype: _matmuls(clock, dtype, _SIDES[kind]) for dtype in (torch.float32, torch.bfloat16)}
+    peaks = {name: max(rate for _, rate in rates[dtype]) for name, dtype in _NAMES.items()}
+    best = rates[torch.bfloat16]
+    copies = _copies(clock, _COPIES[kind])
+    bandwidth = max(rate for _, rate in copies)
+    launch_us = _launch(clock)
+    measured = replace(
+        near,
+        name=name,
+        device_memory_bytes=_memory_bytes(device),
+        peak_flops={**peaks, "f16": peaks["bf16"], "f64": peaks["f32"] / 2},
+        memory_bytes_per_s=bandwidth,
+        kernel_us=launch_us if kind == "cpu" else near.kernel_us,
+        efficiency={**near.efficiency, "matmul": _shares(best, peaks["bf16"]), "memory": _shares(copies, bandwidth)},
+        host=near.host if kind == "cpu" else _scaled_host(near.host, launch_us),
+        sources=f"Measured by doctor --calibrate on {_describe(device)}, torch {torch.__version__}: matmul rates by size, memory "
+        f"bandwidth by size, cost of a launch ({launch_us:.1f} us). The highest rate measured stands for the peak.",
+    )
+    rest = "attention, convolutions, host times of calls and collectives, reserve, slowdown beside collectives, network"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        measured = _with_links(measured, clock, _GATHERS[kind])
+    else:
+        rest += ", links"
+    return replace(measured, sources=f"{measured.sources} Taken over from {near.name}: {rest}.")
+
+
+_NAMES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def _matmuls(clock: Clock, dtype: torch.dtype, sides: Sequence[int]) -> list[tuple[float, float]]:
+    """Flops of square matmuls with the flop/s that they reach."""
+    found = []
+    for side in sides:
+        a = torch.randn(side, side, device=clock.device).to(dtype)
+        us = clock.us(lambda a=a: a @ a)
+        found.append((2.0 * side**3, 2.0 * side**3 / us * 1e6))
+    return found
+
+
+def _copies(clock: Clock, sizes: Sequence[int]) -> list[tuple[float, float]]:
+    """Bytes of copies, read and written together, with the bytes a second that they reach."""
+    found = []
+    for size in sizes:
+        source = torch.zeros(size // 8, device=clock.device)
+        target = torch.empty_like(source)
+        found.append((float(size), size / clock.us(lambda s=source, t=target: t.copy_(s)) * 1e6))
+    return found
+
+
+def _launch(clock: Clock) -> float:
+    """Microseconds from one tiny operator to the next."""
+    x = torch.zeros(1, device=clock.device)
+    return clock.us(lambda: x.add_(1))
+
+
+def _shares(rates: list[tuple[float, float]], peak: float) -> Curve:
+    return tuple((size, min(rate / peak, 1.0)) for size, rate in rates)
+
+
+def _scaled_host(host: Host, launch_us: float) -> Host:
+    """A host's costs in proportion to what one launch takes; the H200's host took about 6 us."""
+    share = launch_us / 6.0
+    scaled = {
+        n: getattr(host, n) * share for n in ("kernel_us", "region_us", "collective_us", "copied_tensor_us", "step_us")
+    }
+    return replace(host, **scaled)
+
+
+def _with_links(measured: Hardware, clock: Clock, sizes: Sequence[int]) -> Hardware:
+    """Latency and bandwidth of gathers over all ranks, which are taken to be in one node."""
+    world_size = dist.get_world_size()
+    times = []
+    for size in sizes:
+        part = torch.zeros(size // world_size, dtype=torch.uint8, device=clock.device)
+        full = torch.empty(part.numel() * world_size, dtype=torch.uint8, device=clock.device)
+        times.append(
+            _together(clock, lambda f=full, p=part: compat.start_all_gather(dist.group.WORLD, [f], [p]).wait())
+        )
+    passed = [size * (world_size - 1) / world_size for size in sizes]
+    slope = (times[-1] - times[0]) / (passed[-1] - passed[0])  # us a byte
+    slope = max(slope, times[-1] / passed[-1] / 2)  # a large gather spends at least half of its time on its bytes
+    latency = max(times[0] - passed[0] * slope, 0.0)
+    return replace(
+        measured,
+        devices_per_node=max(world_size, measured.devices_per_node),
+        node=Link(latency / 2 / (world_size - 1), 1e6 / slope),
+        collective_us=latency / 2,
+        copies=None,
+        sources=f"{measured.sources} All-gathers over {world_size} ranks ({dist.get_backend()}), half of the latency put on hops; "
+        "copy engines were not measured and are left out.",
+    )
+
+
+def _together(clock: Clock, work: Callable[[], object]) -> float:
+    """Microseconds of a collective: of the fastest call, that of its slowest rank."""
+    for _ in range(2):
+        work()
+    clock.finish()
+    runs = []
+    for _ in range(_RUNS):
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        clock.finish()
+        runs.append((time.perf_counter() - begin) * 1e6)
+    us = torch.tensor(runs, device=clock.device)
+    dist.all_reduce(us, op=dist.ReduceOp.MAX)
+    return float(us.min().item())
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"a CPU with {torch.get_num_threads()} threads"

@@ -1,0 +1,153 @@
+"""The jobs of a scheduled step: its top-level graphs, issued in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.analysis.cost import region_kernels
+from zcompile.errors import PlanError
+from zcompile.ir import calls, edit, meta
+from zcompile.ir.graph import Kept, Origin, Output, Region, Role, Saved, Step, Tangent
+from zcompile.planner import rates
+from zcompile.planner.hardware import Hardware
+from zcompile.planner.jobs import Bucket, Issuer, Job, joined
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """What one call of a region takes."""
+
+    device_us: float
+    num_kernels: int
+    num_bytes: int
+
+
+@dataclass
+class Costs:
+    """What regions take on a machine; each distinct one is looked at once, also when many steps share it.
+
+    Args:
+        hardware: the machine.
+        region_us: measured device times of regions by name, instead of computed ones.
+    """
+
+    hardware: Hardware
+    region_us: Mapping[str, float] = field(default_factory=dict)
+    _known: dict[str, RegionCost] = field(default_factory=dict)
+
+    def region(self, region: Region) -> RegionCost:
+        """What a call of a region takes."""
+        if region.name not in self._known:
+            kernels = region_kernels(region)
+            us = self.region_us.get(region.name, sum(rates.kernel_us(k, self.hardware) for k in kernels))
+            self._known[region.name] = RegionCost(us, len(kernels), sum(k.cost.num_bytes for k in kernels))
+        return self._known[region.name]
+
+    def host_us(self, region: Region) -> float:
+        """What the host spends on a call of a region."""
+        return self.hardware.host.region_us + self.region(region).num_kernels * self.hardware.host.kernel_us
+
+
+def step_jobs(step: Step, costs: Costs, world_size: int, *, optimizer: bool = True) -> list[Job]:
+    """The jobs of a step.
+
+    Args:
+        step: scheduled and outlined.
+        costs: of its regions, on a machine.
+        world_size: ranks that the step was scheduled for.
+        optimizer: whether an update by AdamW follows.
+
+    Raises:
+        PlanError: the step was scheduled for another number of ranks, or is not outlined.
+    """
+    check_scheduled(step, world_size)
+    walk = _Walk(step, costs)
+    if optimizer and step.backward is not None:
+        walk.issuer.update(local_params(step))
+    return walk.issuer.jobs
+
+
+def check_scheduled(step: Step, world_size: int) -> None:
+    """Check that a step can be simulated for so many ranks.
+
+    Raises:
+        PlanError: it was scheduled for others, or computes outside of regions.
+    """
+    if world_size < 1:
+        raise PlanError(f"world size is {world_size}; it must be at least 1")
+    for graph in step.graphs:
+        for axis, size in graph.axes.items():
+            if size != world_size:
+                raise PlanError(
+                    f"graph '{graph.name}' was scheduled for {size} ranks on axis '{axis}' and {world_size} are to be simulated; "
+                    "schedule it for these"
+                )
+        for node in graph.body:
+            if not (node.target is ops.region_call or ops.is_zc(node.target) or edit.is_getitem(node)):
+                raise PlanError(f"node '{node.name}' computes outside of every region; run 'outline' before simulating")
+
+
+def local_params(step: Step) -> int:
+    """Elements of the trainable parameters that a rank updates."""
+    found = {p.name: meta.tensor(n).numel() for g in step.graphs for n, p in g.params() if p.trainable}
+    return sum(found.values())
+
+
+def bucket_of(start: fx.Node) -> Bucket:
+    """What a started collective carries."""
+    op = str(getattr(start.target, "_opname", ""))
+    sends = calls.tensors(start)
+    stored, sent = sum(num_bytes(_before_cast(n)) for n in sends), sum(num_bytes(n) for n in sends)
+    return Bucket(op, calls.axis(start)[1], len(sends), stored, sent, num_bytes(start))
+
+
+def num_bytes(node: fx.Node) -> int:
+    """Bytes of a node's value."""
+    return meta.num_bytes(meta.value(node))
+
+
+def _before_cast(send: fx.Node) -> fx.Node:
+    source = calls.picked_from(send)
+    if source is None or source.target is not ops.cast:
+        return send
+    return calls.tensors(source)[calls.index(send)]
+
+
+class _Walk:
+    """Issues the nodes of the graphs in order."""
+
+    def __init__(self, step: Step, costs: Costs) -> None:
+        self.costs = costs
+        self.issuer = Issuer(costs.hardware)
+        self.made: dict[fx.Node, tuple[int, ...]] = {}  # the jobs that a value comes from
+        self.handed_on: dict[Origin | Role, tuple[int, ...]] = {}
+        for graph in step.graphs:
+            self.issuer.phase = graph.direction.value
+            for node in graph.inputs:
+                self.made[node] = self._jobs_behind(meta.origin(node))
+            for node in graph.body:
+                self._issue(node, graph.regions)
+            for node, role in graph.outputs:
+                self.handed_on[role] = self.made[node]
+
+    def _jobs_behind(self, origin: Origin | None) -> tuple[int, ...]:
+        if isinstance(origin, (Saved, Kept)):
+            return self.handed_on.get(origin, ())
+        return self.handed_on.get(Output(origin.index), ()) if isinstance(origin, Tangent) else ()
+
+    def _issue(self, node: fx.Node, regions: Mapping[str, Region]) -> None:
+        needs = joined(self.made[source] for source in node.all_input_nodes)
+        if node.target is ops.region_call:
+            region = regions[calls.region(node)[0]]
+            cost = self.costs.region(region)
+            host_us = self.costs.host_us(region)
+            needs = (self.issuer.compute(node.name, "region", cost.device_us, host_us, needs, cost.num_bytes),)
+        elif ops.is_collective(node.target):
+            needs = (self.issuer.start(node.name, bucket_of(node), needs),)
+        elif node.target is ops.wait:
+            self.issuer.wait(needs)
+        self.made[node] = needs

@@ -1,0 +1,243 @@
+"""A plan: the graphs that would run, what they take in memory and time on a machine, and what would change that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zcompile.capture.tree import flatten
+from zcompile.ir.graph import Step
+from zcompile.planner import states
+from zcompile.planner.hardware import Hardware
+from zcompile.planner.issue import Costs
+from zcompile.planner.memory import CATEGORIES, Memory, Setup, by_category
+from zcompile.planner.simulate import Timeline, simulate
+from zcompile.planner.symbols import size_symbols
+from zcompile.planner.trace import Traced, as_call
+from zcompile.planner.walk import predict
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change, planned again.
+
+    Attributes:
+        change: what to change, such as ``stage 3``.
+        options: the arguments of ``zcompile.plan`` that differ.
+        peak_bytes: the peak then.
+        step_us: the step then.
+        rows_per_s: rows of all ranks in a second then.
+        fits: whether it fits then.
+    """
+
+    change: str
+    options: Mapping[str, Any]
+    peak_bytes: int
+    step_us: float
+    rows_per_s: float
+    fits: bool
+
+    def __str__(self) -> str:
+        fits = "" if self.fits else ", does not fit"
+        return f"{self.change}: peak {self.peak_bytes / GIB:.1f} GiB{fits}, step {_ms(self.step_us)}, {self.rows_per_s:.1f} rows/s"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training step of one rank takes.
+
+    Attributes:
+        model: its name.
+        traced: graphs, parameters, options.
+        hardware: the machine.
+        memory: the anatomy of a rank's memory.
+        timeline: the simulated step.
+        batch: rows of a rank's micro-batch; 0 when the inputs do not say.
+        tokens: elements of the first integer input; 0 without one.
+        notes: what a reader should know.
+        advice: changes that make it fit, or go faster, best first.
+        tried: every change that was planned.
+    """
+
+    model: str
+    traced: Traced
+    hardware: Hardware
+    memory: Memory
+    timeline: Timeline
+    batch: int
+    tokens: int
+    notes: tuple[str, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    tried: tuple[Advice, ...] = field(default=(), repr=False)
+
+    @property
+    def step(self) -> Step:
+        """The scheduled forward and backward graph: ``print(plan.step.backward)``."""
+        return self.traced.step
+
+    @property
+    def world_size(self) -> int:
+        return self.traced.world_size
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of one device."""
+        return self.hardware.device_memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.memory.peak_bytes <= self.device_bytes
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows of all ranks in a second."""
+        return self.batch * self.world_size / (self.timeline.step_us * 1e-6) if self.timeline.step_us else 0.0
+
+    @property
+    def num_params(self) -> int:
+        """Elements of the whole model, tied ones once."""
+        return sum(spec.numel for spec in self.traced.specs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the graphs, in types that JSON has."""
+        from zcompile.planner.export import plan_dict
+
+        return plan_dict(self)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """``to_dict`` as JSON; also written to a file when a path is given."""
+        text = json.dumps(self.to_dict(), indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one page without outside resources: memory over time, the streams, tables, and what to change."""
+        from zcompile.planner.html import page
+
+        Path(path).write_text(page(self))
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write a trace for chrome://tracing or Perfetto: streams, and memory as counters."""
+        from zcompile.planner.export import trace_events
+
+        Path(path).write_text(json.dumps(trace_events(self)))
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def make(
+    name: str,
+    traced: Traced,
+    hardware: Hardware,
+    example_inputs: Any,
+    *,
+    optimizer: str = "adamw",
+    costs: Costs | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a traced step on a machine, without advice."""
+    fused = traced.config.backend == "inductor"
+    setup = Setup.on(hardware, traced.world_size, optimizer=optimizer, fused=fused)
+    batch, tokens = batch_of(example_inputs)
+    symbols = size_symbols(batch, tokens // batch if batch else 0, traced.specs)
+    memory = predict(traced.step, traced.specs, replace(setup, symbols=symbols))
+    timeline = simulate(traced.step, hardware, traced.world_size, costs=costs)
+    return Plan(name, traced, hardware, memory, timeline, batch, tokens, (*notes, *_padding_notes(traced)))
+
+
+def batch_of(example_inputs: Any) -> tuple[int, int]:
+    """Rows of a micro-batch (0 where inputs have different first sizes), and elements of the first integer input."""
+    tensors, _, _ = flatten(as_call(example_inputs))
+    rows = {t.shape[0] for t in tensors if t.dim()}
+    integers = [t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.dim() > 1]
+    return (rows.pop() if len(rows) == 1 else 0), (integers[0].numel() if integers else 0)
+
+
+def _padding_notes(traced: Traced) -> list[str]:
+    padded, whole = states.padded(traced.specs), states.replicated(traced.specs)
+    notes = []
+    if padded:
+        extra = sum(s.padded_local_bytes * s.world_size - s.num_bytes for s in padded) // traced.world_size
+        notes.append(
+            f"{len(padded)} parameters do not divide by {traced.world_size} ranks, such as {padded[0].name} {list(padded[0].shape)}: "
+            f"padded, {extra:,} bytes a rank"
+        )
+    if whole and traced.config.stage > 0:
+        notes.append(
+            f"{len(whole)} parameters are whole on every rank (too small to divide, or ignored), such as {whole[0].name} "
+            f"{list(whole[0].shape)}: {sum(s.num_bytes for s in whole):,} bytes"
+        )
+    return notes
+
+
+def limit(timeline: Timeline) -> str:
+    """What limits a step, in words."""
+    bounds = timeline.bounds
+    sizes = {
+        "computation": bounds.compute_us,
+        "communication": bounds.communication_us,
+        "the host, which issues the work": bounds.host_us,
+        "waits of computation and communication for each other": bounds.critical_path_us,
+    }
+    most = max(list(sizes)[:3], key=lambda name: sizes[name])
+    if timeline.step_us > 1.1 * sizes[most]:
+        most = list(sizes)[3]
+    return most
+
+
+def _lines(plan: Plan) -> list[str]:
+    config, time, memory = plan.traced.config, plan.timeline, plan.memory
+    peak = memory.peak
+    lines = [
+        f"{plan.model}: {plan.num_params:,} parameters on {plan.world_size} x {plan.hardware.name}, stage {config.stage}, "
+        f"precision {config.precision or 'of the model'}, policy {config.policy}",
+        f"micro-batch: {plan.batch or 'unknown'} rows a rank" + (f", {plan.tokens:,} tokens" if plan.tokens else ""),
+        "",
+        f"{'memory of a rank, GiB':24}{'at the peak':>14}{'largest':>10}",
+    ]
+    at_peak = by_category(peak.during)
+    for category in CATEGORIES:
+        lines.append(f"{category:24}{at_peak[category] / GIB:>14.2f}{largest(memory, category) / GIB:>10.2f}")
+    verdict = "fits" if plan.fits else f"does not fit: {(memory.peak_bytes - plan.device_bytes) / GIB:.2f} GiB too much"
+    lines += [
+        f"{'together':24}{memory.peak_bytes / GIB:>14.2f}  of {plan.device_bytes / GIB:.1f}: {verdict}",
+        f"peak in {peak.phase}, {peak.name}",
+    ]
+    if not plan.fits:
+        most = sorted(CATEGORIES, key=lambda c: -at_peak[c])[:2]
+        lines.append(f"most of it: {', '.join(f'{c} {at_peak[c] / GIB:.2f} GiB' for c in most)}")
+    lines += [
+        "",
+        f"step {_ms(time.step_us)}: forward {_ms(time.forward_us)}, backward {_ms(time.backward_us)}, "
+        f"optimizer {_ms(time.optimizer_us)}; {plan.rows_per_s:.1f} rows/s"
+        + (f", {plan.rows_per_s * plan.tokens / plan.batch:,.0f} tokens/s" if plan.tokens and plan.batch else ""),
+        f"limited by {limit(time)}: computation {_ms(time.bounds.compute_us)}, communication "
+        f"{_ms(time.bounds.communication_us)} of which {_ms(time.exposed_us)} with computation idle, host {_ms(time.bounds.host_us)}",
+    ]
+    if plan.notes:
+        lines += ["", *(f"note: {note}" for note in plan.notes)]
+    if plan.advice:
+        lines += ["", "to make it fit:" if not plan.fits else "to make it faster or smaller:"]
+        lines += [f"  {advice}" for advice in plan.advice]
+    elif plan.tried:
+        lines += ["", f"of {len(plan.tried)} changes that were planned none is better"]
+    return lines
+
+
+def largest(memory: Memory, category: str) -> int:
+    """The most bytes of one category at any moment."""
+    return max(by_category(moment.during)[category] for moment in memory.moments)
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.2f} ms"
