@@ -38,7 +38,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "capture": ("ir",),
     "program": ("ops",),
     "lower": ("analysis", "program"),
-    "plan": ("analysis",),
+    "parameters": ("placement",),
+    "scheduled": ("capture", "pipeline"),
+    "planner": ("analysis", "parameters", "passes", "scheduled"),
     "runtime": ("ops", "program"),
 }
 # These make up the public surface, stand on top and may import every layer.

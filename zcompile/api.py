@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
 from zcompile.module import CompiledModule
+from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
-from zcompile.placement import ParamSpec, choose_shard_dim
+from zcompile.placement import ParamSpec
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import adopt, install, sync_buffers
 from zcompile.runtime.buffers import Buffers
@@ -172,7 +172,7 @@ def _take_over(
 
     def param_type(name: str) -> ParamType:
         spec = shards.specs[name]
-        return ParamType(name, spec.shape, _compute_dtype(spec, config), shards.parameter(name).requires_grad)
+        return ParamType(name, spec.shape, compute_dtype(spec, config), shards.parameter(name).requires_grad)
 
     session = Session(model, config, pipeline, runner, param_type, label)
     return CompiledModule(model, config, pipeline, session)
@@ -201,34 +201,6 @@ def check_modules(model: nn.Module) -> None:
             raise ConfigError(
                 f"'{name}' belongs to a compiled model already; use that one, or end it with zcompile.unwrap first"
             )
-
-
-def parameter_specs(model: nn.Module, config: Config, world_size: int) -> list[ParamSpec]:
-    """How each parameter is divided, in the model's order; tied parameters once, with all their names."""
-    names: dict[int, list[str]] = {}
-    params: dict[int, nn.Parameter] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-        params[id(p)] = p
-    specs = []
-    for key, (first, *aliases) in names.items():
-        p = params[key]
-        dtype = torch.float32 if config.compute_dtype is not None and p.is_floating_point() else p.dtype
-        ignored = any(fnmatchcase(n, pattern) for n in (first, *aliases) for pattern in config.ignore)
-        dim = (
-            choose_shard_dim(p.shape, dtype, world_size, stage=config.stage, ignored=ignored)
-            if world_size > 1
-            else None
-        )
-        specs.append(ParamSpec(first, tuple(aliases), tuple(p.shape), dtype, p.requires_grad, dim, world_size))
-    return specs
-
-
-def _compute_dtype(spec: ParamSpec, config: Config) -> torch.dtype:
-    if config.compute_dtype is None or not spec.dtype.is_floating_point:
-        return spec.dtype
-    keep = any(fnmatchcase(n, pattern) for n in spec.names for pattern in config.keep_fp32)
-    return torch.float32 if keep else config.compute_dtype
 
 
 def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipeline:

@@ -9,16 +9,16 @@ from functools import cache
 from typing import Any
 
 from zcompile.capture.joint import Captured
-from zcompile.capture.split import split
 from zcompile.errors import ConfigError
 from zcompile.ir import meta
-from zcompile.ir.graph import Grad, Graph, Region, Step, Tangent
+from zcompile.ir.graph import Grad, Graph, Region, Tangent
 from zcompile.lower import interpret
 from zcompile.lower.inductor import compile_region
 from zcompile.lower.program import lower_program
 from zcompile.passes.zero.reduce import Reduce
-from zcompile.pipeline import Dump, Facts, History, Pipeline
+from zcompile.pipeline import Dump, History, Pipeline
 from zcompile.program import Runnable, StepProgram
+from zcompile.scheduled import Graphs, PureStep, schedule_step, split_step
 from zcompile.verify.ranks import collective_sequence
 from zcompile.verify.verifier import Verifier
 
@@ -27,18 +27,6 @@ BACKENDS: dict[str, Callable[[Region], Any]] = {
     "eager": lambda region: interpret.build(region.fx),
     "inductor": compile_region,
 }
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """The graphs of a captured step: ``joint`` before the split, ``forward`` and ``backward`` as scheduled."""
-
-    joint: Graph
-    forward: Graph
-    backward: Graph | None
-
-    def __str__(self) -> str:
-        return "\n".join(str(g) for g in (self.joint, self.forward, self.backward) if g is not None)
 
 
 @dataclass(frozen=True)
@@ -66,20 +54,14 @@ def build(
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    pipeline.check()
-    facts: Facts = {}
-    joint = captured.graph.copy()
-    if dump is not None:
-        dump.write("captured", str(joint))
-    joint_history = pipeline.run_joint(joint, verifier, dump, facts)
-    step = split(joint, captured.fake_mode)
-    pure = step.copy()
-    step_history = pipeline.run_step(step, verifier, dump, dict(facts))
+    pure = split_step(captured, pipeline, verifier, dump)
+    scheduled = schedule_step(pure, pipeline, verifier, dump)
+    step = scheduled.step
     backward = step.backward
     program = StepProgram(
         forward=_lower(step.forward, backend),
         backward=None if backward is None else _lower(backward, backend),
-        local_backward=cache(lambda: _lower(_local_variant(pure, pipeline, verifier, facts), backend)),
+        local_backward=cache(lambda: _lower(_local_variant(pure, pipeline, verifier), backend)),
         label=label,
         num_outputs=captured.num_outputs,
         tangents=_tangents(captured.graph),
@@ -88,15 +70,13 @@ def build(
         if backward is None
         else tuple(role.name for _, role in backward.outputs if isinstance(role, Grad)),
     )
-    graphs = Graphs(joint, step.forward, backward)
-    return Built(captured, graphs, History(joint_history.entries + step_history.entries), program)
+    return Built(captured, Graphs(pure.joint, step.forward, backward), scheduled.history, program)
 
 
-def _local_variant(pure: Step, pipeline: Pipeline, verifier: Verifier, facts: Facts) -> Graph:
+def _local_variant(pure: PureStep, pipeline: Pipeline, verifier: Verifier) -> Graph:
     """The backward without reductions, for ``no_sync``."""
     passes = tuple(dataclasses.replace(p, local=True) if isinstance(p, Reduce) else p for p in pipeline.passes)
-    step = pure.copy()
-    Pipeline(passes).run_step(step, verifier, None, dict(facts))
+    step = schedule_step(pure, Pipeline(passes), verifier).step
     assert step.backward is not None, "a step without a backward has no local one"
     return step.backward
 

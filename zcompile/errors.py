@@ -43,6 +43,10 @@ class ShardingError(ZCompileError, ValueError):
     """A parameter that cannot be stored the way it was asked for."""
 
 
+class PlanError(ZCompileError, ValueError):
+    """A plan that cannot be made: a model, hardware or size that is unknown or has no meaning."""
+
+
 class OptimizerError(ZCompileError, ValueError):
     """An optimizer that would give wrong results on sharded parameters."""
 

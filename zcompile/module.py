@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zcompile import compat
-from zcompile.build import Graphs
 from zcompile.config import Config
 from zcompile.errors import ConfigError, ShardingError, StateError
 from zcompile.pipeline import History, Pipeline
@@ -20,6 +19,7 @@ from zcompile.runtime import norm, state
 from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.ranks.sequence import TextSequence
 from zcompile.runtime.shards import Slot
+from zcompile.scheduled import Graphs
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from zcompile.build import Built, build
 from zcompile.capture.convert import ParamType
 from zcompile.capture.joint import Call, capture, check_capturable
 from zcompile.capture.signature import Fingerprint, Signature, make_signature
+from zcompile.capture.surroundings import collector_paused, rng_untouched
 from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten
 from zcompile.config import Config
@@ -129,10 +127,10 @@ class Session:
         params = {id(shards.parameter(name)): self._param_type(name) for name in shards.specs}
         label = ("train" if self.model.training else "eval") + ("" if signature.training else ", no_grad")
         try:
-            with _rng_untouched(self.runner.shards.mesh.device):
+            with rng_untouched(self.runner.shards.mesh.device):
                 captured = capture(self.model, call, params, self.runner.shards.mesh.device, self.name)
                 dump = Dump.from_environment(f"{self.name}_{number}")
-                with _collector_paused():
+                with collector_paused():
                     built = build(captured, self.pipeline, self._verifier, self.config.backend, label=label, dump=dump)
         except RankError:
             raise
@@ -147,29 +145,6 @@ class Session:
         return min(
             self._built, key=lambda s: sum(getattr(s, f) != getattr(signature, f) for f in s.__dataclass_fields__)
         )
-
-
-@contextlib.contextmanager
-def _rng_untouched(device: torch.device) -> Iterator[None]:
-    """Whatever a capture draws, the user's random streams go on as if it had not happened."""
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(state)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No collection of cycles: the history keeps every graph, and walking all of them again and again frees next to nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def buffer_reader(model: nn.Module) -> Callable[[str], Tensor]:

@@ -1,0 +1,203 @@
+"""What a scheduled step would take on a machine: a timeline of its streams, its memory over time, and what no schedule can beat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from zcompile.ir.graph import Step
+from zcompile.planner.engine import Run, steady_run
+from zcompile.planner.hardware import Hardware
+from zcompile.planner.jobs import COMPUTE, STREAMS, Costs, Job, step_jobs
+
+
+@dataclass(frozen=True)
+class Event:
+    """One job on the timeline.
+
+    Attributes:
+        name: of its node.
+        stream: ``compute``, ``group`` (NCCL), ``gathers`` or ``reductions`` (copy engines).
+        start_us: from the start of the step.
+        end_us: from the start of the step.
+        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``optimizer``.
+        bytes: a collective's full side, or what a region moves.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        slack_us: how much later it could end without making the step longer.
+    """
+
+    name: str
+    stream: str
+    start_us: float
+    end_us: float
+    kind: str
+    bytes: int
+    phase: str
+    slack_us: float
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the step takes at least, in microseconds.
+
+    Attributes:
+        compute_us: computation and the update alone.
+        communication_us: the busiest stream of collectives alone.
+        critical_path_us: the longest chain of jobs that read each other's results, on a machine with as many streams as needed.
+        host_us: issuing everything.
+    """
+
+    compute_us: float
+    communication_us: float
+    critical_path_us: float
+    host_us: float
+
+    @property
+    def step_us(self) -> float:
+        """The largest of them."""
+        return max(self.compute_us, self.communication_us, self.critical_path_us, self.host_us)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        events: in the order of issue.
+        step_us: one step of many that follow each other.
+        forward_us: to the end of the forward's last job.
+        backward_us: from there to the end of the backward's.
+        optimizer_us: from there to the end.
+        exposed_us: while collectives run and computation waits.
+        bounds: what no schedule of this step can beat.
+        critical_path: names of the jobs on the longest chain of waits, those of streams included.
+    """
+
+    events: tuple[Event, ...]
+    step_us: float
+    forward_us: float
+    backward_us: float
+    optimizer_us: float
+    exposed_us: float
+    bounds: Bounds
+    critical_path: tuple[str, ...]
+
+    @property
+    def gap(self) -> float:
+        """By which share of the bound the step is longer than it."""
+        return self.step_us / self.bounds.step_us - 1 if self.bounds.step_us else 0.0
+
+    def busy_us(self, stream: str) -> float:
+        """How long a stream works."""
+        return sum(e.end_us - e.start_us for e in self.events if e.stream == stream)
+
+
+def simulate(
+    step: Step,
+    hardware: Hardware,
+    world_size: int,
+    *,
+    region_us: Mapping[str, float] | None = None,
+    optimizer: bool = True,
+    costs: Costs | None = None,
+) -> Timeline:
+    """Simulate one training step of one rank; all ranks are taken to be alike.
+
+    Args:
+        step: scheduled and outlined, for ``world_size`` ranks.
+        hardware: the machine.
+        world_size: ranks.
+        region_us: measured device times of regions by name; the others are computed.
+        optimizer: whether an update by AdamW follows backward.
+        costs: shared between simulations of one model on one machine, so that each region is looked at once.
+
+    Raises:
+        PlanError: the step was scheduled for another number of ranks, or is not outlined.
+    """
+    costs = costs or Costs(hardware, dict(region_us or {}))
+    return timeline(step_jobs(step, costs, world_size, optimizer=optimizer))
+
+
+def timeline(jobs: Sequence[Job]) -> Timeline:
+    """The timeline of jobs."""
+    run = steady_run(jobs)
+    slack = _slack(jobs, run)
+    events = tuple(
+        Event(j.name, j.stream, run.starts[i], run.ends[i], j.kind, j.num_bytes, j.phase, slack[i])
+        for i, j in enumerate(jobs)
+    )
+    ends = [
+        max((e.end_us for e in events if e.phase in phases), default=0.0)
+        for phases in (("forward",), ("forward", "backward"))
+    ]
+    return Timeline(
+        events=events,
+        step_us=run.end_us,
+        forward_us=ends[0],
+        backward_us=ends[1] - ends[0],
+        optimizer_us=run.end_us - ends[1],
+        exposed_us=_exposed(events),
+        bounds=bounds(jobs),
+        critical_path=_critical_path(jobs, run),
+    )
+
+
+def bounds(jobs: Sequence[Job]) -> Bounds:
+    """What jobs take at least, in whatever order they are issued."""
+    of_stream = {s: sum(j.duration_us for j in jobs if j.stream == s) for s in STREAMS}
+    longest: list[float] = []
+    for job in jobs:
+        longest.append(job.duration_us + max((longest[i] for i in job.needs), default=0.0))
+    return Bounds(
+        compute_us=of_stream[COMPUTE],
+        communication_us=max(us for s, us in of_stream.items() if s != COMPUTE),
+        critical_path_us=max(longest, default=0.0),
+        host_us=sum(j.host_us for j in jobs),
+    )
+
+
+def _waits(jobs: Sequence[Job]) -> nx.DiGraph:
+    """Who waits for whom, with the order of streams."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(jobs)))
+    last: dict[str, int] = {}
+    for index, job in enumerate(jobs):
+        before = {*job.after, *job.needs}
+        if job.stream in last:
+            before.add(last[job.stream])
+        graph.add_edges_from((b, index) for b in before)
+        last[job.stream] = index
+    return graph
+
+
+def _slack(jobs: Sequence[Job], run: Run) -> list[float]:
+    graph = _waits(jobs)
+    latest = [run.end_us] * len(jobs)
+    for index in reversed(range(len(jobs))):
+        for reader in graph.successors(index):
+            latest[index] = min(latest[index], latest[reader] - (run.ends[reader] - run.starts[reader]))
+    return [max(late - end, 0.0) for late, end in zip(latest, run.ends, strict=True)]
+
+
+def _critical_path(jobs: Sequence[Job], run: Run) -> tuple[str, ...]:
+    graph = _waits(jobs)
+    for _, reader, edge in graph.edges(data=True):
+        edge["weight"] = run.ends[reader] - run.starts[reader]
+    return tuple(jobs[i].name for i in nx.dag_longest_path(graph))
+
+
+def _exposed(events: Sequence[Event]) -> float:
+    """While a collective runs and no computation does."""
+    marks: list[tuple[float, int, int]] = []
+    for e in events:
+        computes = int(e.stream == COMPUTE)
+        marks += [(e.start_us, computes, 1 - computes), (e.end_us, -computes, computes - 1)]
+    exposed = now = 0.0
+    computing = moving = 0
+    for moment, compute, move in sorted(marks):
+        if moving and not computing:
+            exposed += moment - now
+        computing, moving, now = computing + compute, moving + move, moment
+    return exposed
