@@ -145,7 +145,7 @@ class _Fusion:
         forced = set(self.region.results)
         for node in reversed(self.region.fx.nodes):
             if node.op == "call_function" and (
-                _is_part(node) and node in forced or not _is_part(node) and not _fuses(node)
+                (_is_part(node) and node in forced) or (not _is_part(node) and not _fuses(node))
             ):
                 forced.update(node.all_input_nodes)
         return forced

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from zcompile.planner.jobs import COMPUTE, STREAMS, Job
 
-
 #: share of a step to which the lead of a slow host is found
 _TOLERANCE = 1e-4
 

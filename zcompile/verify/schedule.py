@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from zcompile import compat, ops
+from zcompile.analysis.chains import is_random
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Direction, Region, is_compute
 from zcompile.ir.operators import operator_name
@@ -202,19 +203,3 @@ def _random_operators(node: fx.Node) -> Iterator[Any]:
         yield node.target
     elif compat.is_higher_order(node.target):
         yield from (arg for arg in node.args if compat.is_overload(arg))
-
-
-#: arguments that switch an operator's randomness off, with the values that do
-_OFF: dict[str, Any] = {"dropout_p": 0.0, "p": 0.0, "dropout": 0.0, "train": False, "training": False}
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers: its operator does, and its arguments do not switch that off."""
-    target: Any = node.target
-    if not compat.is_overload(target) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    names = compat.argument_names(target)
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if "dropout_p" in names:
-        given.setdefault("dropout_p", 0.0)  # the schema's default
-    return not any(name in given and given[name] == off for name, off in _OFF.items())
