@@ -117,9 +117,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--clip", type=float)
     parser.add_argument("--policy")
-    parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--reduce", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument(
+        "--recompute", help="full: blocks are computed again in backward; zcompile also knows selective"
+    )
+    parser.add_argument("--micro-batch", type=int, help="rows of one rank; default: the size's")
     args = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = args.device == "cuda"
@@ -131,10 +134,9 @@ def main() -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     torch.set_float32_matmul_precision("high")
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    size = SIZES[args.size]
-    if args.micro_batch is not None:
-        size = dataclasses.replace(size, micro_batch=args.micro_batch)
-    options = Options(size, device, world_size, dtype, args.backend, args.policy, args.reduce)
+    chosen = SIZES[args.size]
+    chosen = dataclasses.replace(chosen, micro_batch=args.micro_batch or chosen.micro_batch)
+    options = Options(chosen, device, world_size, dtype, args.backend, args.policy, args.reduce, args.recompute)
     clock = Clock(device)
     begin = time.perf_counter()
     trainee = SYSTEMS[args.system](options)
@@ -170,6 +172,8 @@ def main() -> None:
         "clip": args.clip,
         "dtype": args.dtype,
         "reduce": options.reduce,
+        "recompute": options.recompute,
+        "micro_batch": chosen.micro_batch,
         "forward_backward_ms": forward_backward,
         "optimizer_ms": statistics.median(times.optimizer),
         "step_ms": step,

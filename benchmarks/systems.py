@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from benchmarks.llama import Llama, Size
 
@@ -24,6 +25,7 @@ class Options:
         backend: of compiled systems: ``inductor``, or ``eager`` to leave compilation out.
         policy: zcompile's; None is its default.
         reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
+        recompute: zcompile's, or ``full`` for checkpointed blocks in the others; None saves what backward needs.
     """
 
     size: Size
@@ -33,6 +35,7 @@ class Options:
     backend: str = "inductor"
     policy: str | None = None
     reduce: str = "fp32"
+    recompute: str | None = None
     keep: bool = False
 
 
@@ -71,7 +74,10 @@ def built(options: Options) -> Llama:
 
 
 def compile_blocks(model: Llama, options: Options) -> None:
-    """Per-block compilation, as the peers' documentation recommends."""
+    """Per-block checkpoints if wanted, and per-block compilation, as the peers' documentation recommends."""
+    if options.recompute is not None:
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
     if options.backend != "eager":
         for block in model.blocks:
             block.compile(backend=options.backend)
@@ -137,6 +143,8 @@ def zcompile_stage(options: Options, *, stage: int) -> Trainee:
     extra: dict[str, Any] = {} if options.policy is None else {"policy": options.policy}
     if options.reduce != "fp32":
         extra["reduce_dtype"] = options.reduce
+    if options.recompute is not None:
+        extra["recompute"] = options.recompute
     model = zcompile.compile(built(options), stage=stage, precision=precision, backend=options.backend, **extra)
 
     def facts() -> dict[str, Any]:

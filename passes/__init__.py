@@ -7,6 +7,7 @@ from typing import Any
 from zcompile.config import Config
 from zcompile.errors import PipelineError
 from zcompile.passes.cleanup import Cleanup
+from zcompile.passes.memory.recompute import Recompute
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.passes.precision import Precision
 from zcompile.passes.schedule.bucket import Bucket
@@ -22,6 +23,7 @@ from zcompile.pipeline import Pass, Pipeline
 #: every pass that a spec can name, in the order of the default pipeline
 PASSES: tuple[type[Pass[Any]], ...] = (
     Precision,
+    Recompute,
     RecomputeParams,
     PlanUnits,
     Shard,
@@ -69,6 +71,11 @@ def schedule(policy: str) -> tuple[Pass[Any], ...]:
     return (*keep, *rest) if any(isinstance(p, Bucket) for p in rest) else (*keep, Bucket(), *rest)
 
 
+def recompute(option: str | None) -> tuple[Recompute, ...]:
+    """The pass for ``compile(recompute=...)``."""
+    return () if option is None else (Recompute(mode=option),)
+
+
 def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline:
     """The passes that ``compile`` runs, top to bottom.
 
@@ -81,6 +88,7 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline
     return Pipeline(
         (
             *precision,
+            *recompute(config.recompute),
             RecomputeParams(),
             PlanUnits(),
             Shard(stage=config.stage, size=size, axis=axis, ignore="|".join(config.ignore)),

@@ -61,7 +61,7 @@ def compile(
     reduce_dtype: str | torch.dtype | None = None,
     backend: str = "inductor",
     policy: str = "prefetch",
-    recompute: Any = None,
+    recompute: str | None = None,
     offload: Any = None,
     memory_budget: Any = None,
     gradient_accumulation_steps: int = 1,
@@ -90,6 +90,9 @@ def compile(
         reduce_dtype: dtype of gradient reductions; None: that of the masters.
         backend: ``"inductor"`` compiles regions, ``"eager"`` interprets them (the reference).
         policy: schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``, or ``"none"``.
+        recompute: what is computed again in backward instead of being saved: None leaves it to the split, which computes cheap
+            things again; ``"selective"``: everything in repeated blocks but matmuls, attention and convolutions; ``"full"``: whole
+            blocks, of which only what they hand on is saved. Random numbers are saved, never drawn again.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many. Stages 0
             and 1 communicate at its end alone, and keep full gradients until then; the caller scales the loss.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
@@ -119,7 +122,6 @@ def compile(
         RankError: ranks have different models or options, or one is missing.
     """
     for name, value in {
-        "recompute": recompute,
         "offload": offload,
         "memory_budget": memory_budget,
     }.items():
@@ -132,6 +134,7 @@ def compile(
         reduce_dtype=dtype_name(reduce_dtype),
         backend=backend,
         policy=policy,
+        recompute=recompute,
         gradient_accumulation_steps=gradient_accumulation_steps,
         accumulate_dtype=dtype_name(accumulate_dtype),
         ignore=names_tuple("ignore", ignore),

@@ -13,6 +13,7 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: dtypes as passes spell them
 _SPECS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 BACKENDS = ("inductor", "eager")
+RECOMPUTE = ("full", "selective")
 VERIFY_LEVELS = ("full", "fast", "off")
 
 
@@ -25,6 +26,7 @@ class Config:
     reduce_dtype: str | None = None
     backend: str = "inductor"
     policy: str = "prefetch"
+    recompute: str | None = None
     gradient_accumulation_steps: int = 1
     accumulate_dtype: str | None = None
     ignore: tuple[str, ...] = ()
@@ -40,6 +42,8 @@ class Config:
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"stage is {self.stage!r}; it must be 0, 1, 2 or 3")
         _one_of("backend", self.backend, BACKENDS)
+        if self.recompute is not None:
+            _one_of("recompute", self.recompute, RECOMPUTE)
         _one_of("verify", self.verify, VERIFY_LEVELS)
         if self.precision is not None:
             _one_of("precision", self.precision, tuple(_PRECISIONS))

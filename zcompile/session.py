@@ -148,12 +148,24 @@ class Session:
             self.runner.agreement.raised(error)
             raise
         self._built[signature] = built
+        if self.config.recompute is not None and call.training:
+            self._say_what_it_saves(built)
         return built
 
     def _watch(self, arguments: list[str]) -> Watch | None:
         mesh = self.runner.shards.mesh
         prefix = f"[rank {mesh.rank} of {mesh.size}] " if mesh.is_distributed else ""
         return Watch(prefix, tuple(arguments)) if self.config.debug_nonfinite else None
+
+    def _say_what_it_saves(self, built: Built) -> None:
+        stats = built.history["recompute"].stats
+        if stats["bytes"] == stats["bytes at the least time"] and self.runner.shards.mesh.rank == 0:
+            log.warning(
+                "recompute=%r saves nothing in %s: %d blocks of a list of blocks hold values that backward needs",
+                self.config.recompute,
+                self.name,
+                stats["blocks"],
+            )
 
     def _nearest(self, signature: Signature) -> Signature:
         """The capture that differs least, so that the reason is the interesting one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -12,7 +13,7 @@ from zcompile.analysis.chains import param_chains
 from zcompile.analysis.units import MIB, needed_units, params_by_first_use, plan_units
 from zcompile.errors import PassError
 from zcompile.ir import calls, edit, meta
-from zcompile.ir.graph import Graph, Step, with_unit
+from zcompile.ir.graph import Graph, Param, Step, with_unit
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
 
@@ -74,8 +75,47 @@ def _cut_regions(graph: Graph, stats: Stats) -> int:
             index += 1
         seen.update(new)
         meta.set_region(node, index)
+    stats["nodes moved to their readers"] += _sink_preludes(graph, chains)
     _sink_chains(graph, chains, stats)
     return index + 1 if graph.body else 0
+
+
+def _sink_preludes(graph: Graph, chains: Collection[fx.Node]) -> int:
+    """Move what is computed from graph inputs alone, and no parameter, to the region that first reads it; returns how many moved.
+
+    Recomputation begins with such nodes. Computed a region early, their results would have to be kept until they are read.
+    """
+    early: dict[fx.Node, None] = {}
+    for node in graph.body:
+        sources = node.all_input_nodes
+        if sources and all(n in early or (n.op == "placeholder" and not _is_param(n)) for n in sources):
+            early[node] = None
+    moved: set[fx.Node] = set()
+    for node in reversed(early):
+        readers = _readers(node)
+        if not edit.is_getitem(node) and readers and not any(r.op == "output" for r in readers):
+            region = min(_known(r) for r in readers)
+            if region > _known(node):
+                for part in (node, *filter(edit.is_getitem, node.users)):
+                    meta.set_region(part, region)
+                    moved.add(part)
+    anchors: dict[int, fx.Node] = {}
+    for node in graph.body:
+        if node not in chains and node not in moved:
+            anchors.setdefault(_known(node), node)
+    for node in graph.body:
+        if node in moved:
+            anchors[_known(node)].prepend(node)
+    return len(moved)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads a value, or any result of an operator with several."""
+    return [r for user in node.users for r in (user.users if edit.is_getitem(user) else [user])]
+
+
+def _is_param(node: fx.Node) -> bool:
+    return isinstance(meta.origin(node), Param)
 
 
 def _known(node: fx.Node) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from zcompile import compat
+from zcompile.analysis.chains import is_random
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import (
     Buffer,
@@ -61,6 +62,7 @@ def split(joint: Graph, fake_mode: Any) -> Step:
     module = fx.GraphModule(nn.Module(), copy_fx(joint.fx))
     forward_module, backward_module = compat.min_cut_split(module, num_forward, statics, fake_mode)
     _name_random_states(forward_module.graph, backward_module.graph)
+    _drop_needless_states(forward_module.graph, backward_module.graph)
     roles = [role for _, role in outputs]
     forward = _adopt(forward_module.graph, f"{name}.forward", Direction.FORWARD, roles[:num_forward], origins, unread)
     backward = _adopt(
@@ -110,6 +112,40 @@ def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
     wanted = [n for n in backward.nodes if n.op == "placeholder" and n.name.startswith(_STATE)]
     for state, placeholder in zip(states, wanted, strict=True):
         state.name = placeholder.name
+
+
+def _drop_needless_states(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Operators that could draw random numbers, and do not with these arguments, need no state (on a GPU, reading it waits).
+
+    Such as attention without dropout, where it is computed again.
+    """
+    dropped: set[str] = set()
+    for node in list(forward.nodes):
+        if _saves_state(node):
+            plain = _inner_call(forward, node, node.args[0], node.args[1:])
+            if is_random(plain):
+                forward.erase_node(plain)
+                continue
+            for item in list(node.users):
+                if calls.index(item) == 0:
+                    dropped.add(item.name)
+                    output = output_node(forward)
+                    output.args = ([value for value in calls.tensors(output) if value is not item],)
+                else:
+                    item.replace_all_uses_with(plain)
+                forward.erase_node(item)
+            forward.erase_node(node)
+    for placeholder in [n for n in backward.nodes if n.op == "placeholder" and n.name in dropped]:
+        for node in list(placeholder.users):
+            node.replace_all_uses_with(_inner_call(backward, node, node.args[1], node.args[2:]))
+            backward.erase_node(node)
+        backward.erase_node(placeholder)
+
+
+def _inner_call(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """What runs inside of a node that saves or restores a random state, as a node before it."""
+    with graph.inserting_before(node):
+        return edit.call(graph, target, args, node.kwargs, like=node)
 
 
 def _saves_state(node: Any) -> bool:

@@ -81,6 +81,21 @@ def set_recompute(node: fx.Node) -> None:
     node.meta["ac_graph_id"] = _PARAM_CHAINS
 
 
+def saved(node: fx.Node) -> bool:
+    """Whether the split must save this node, if backward needs it, and not compute it again."""
+    return node.meta.get(_RECOMPUTE) is CheckpointPolicy.MUST_SAVE
+
+
+def set_saved(node: fx.Node) -> None:
+    """Tag a node for the split: never computed again, saved where backward needs it."""
+    node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+
+
+def is_tagged(node: fx.Node) -> bool:
+    """Whether anybody said what the split is to do with this node, a user's checkpoint also."""
+    return _RECOMPUTE in node.meta
+
+
 def clear_recompute(node: fx.Node) -> None:
     """Take the tag off again, after the split."""
     for key in (_RECOMPUTE, "ac_graph_id"):

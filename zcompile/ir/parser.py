@@ -318,12 +318,14 @@ class _GraphParser:
                     break
             s.expect("=")
         call = self._call(s, nodes)
-        recompute = s.accept("!", "recompute")
+        recompute, save = s.accept("!", "recompute"), s.accept("!", "save")
         index = s.integer() if s.accept("@") else None
         s.end()
         for node in self._make(s, nodes, call, names, types):
             if recompute:
                 meta.set_recompute(node)
+            if save:
+                meta.set_saved(node)
             if index is not None:
                 meta.set_region(node, index)
 

@@ -188,4 +188,5 @@ def _call(node: fx.Node) -> str:
 
 def _tags(node: fx.Node) -> str:
     index = meta.region(node)
-    return (" !recompute" if meta.recompute(node) else "") + ("" if index is None else f" @{index}")
+    tag = " !recompute" if meta.recompute(node) else " !save" if meta.saved(node) else ""
+    return tag + ("" if index is None else f" @{index}")
