@@ -168,7 +168,7 @@ def plan(
     precision: str | torch.dtype | None = None,
     hardware: str | Path | Hardware = "h200",
     policy: str = "prefetch",
-    recompute: Any = None,
+    recompute: str | None = None,
     optimizer: str = "adamw",
     backend: str = "inductor",
     reduce_dtype: str | torch.dtype | None = None,
@@ -188,10 +188,9 @@ def plan(
         example_inputs: one rank's micro-batch: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. Only
             shapes and dtypes count: tensors may be on ``meta``.
         world_size: ranks.
-        stage: as in ``compile``, as are ``precision``, ``policy``, ``backend``, ``reduce_dtype``, ``ignore``, ``keep_fp32``,
-            ``differentiable`` and ``verify``.
+        stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``backend``, ``reduce_dtype``, ``ignore``,
+            ``keep_fp32``, ``differentiable`` and ``verify``.
         hardware: the machine: a known name, the path of a JSON file, or a description.
-        recompute: not supported in this version.
         optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
         advise: also plan changes that could make it fit or go faster; at most about 20 seconds more.
 
@@ -200,8 +199,6 @@ def plan(
         PlanError: hardware, an optimizer or a size that is unknown or has no meaning.
         CaptureError: the model cannot be captured.
     """
-    if recompute is not None:
-        raise ConfigError(f"recompute={recompute!r} is not supported in this version; leave it out")
     check_modules(model)
     config = Config(
         stage=stage,
@@ -209,6 +206,7 @@ def plan(
         reduce_dtype=dtype_name(reduce_dtype),
         backend=backend,
         policy=policy,
+        recompute=recompute,
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
         differentiable=_differentiable(differentiable),

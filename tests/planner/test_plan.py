@@ -110,6 +110,13 @@ def test_advice_is_what_another_plan_says(plan: Plan) -> None:
         assert (again.memory.peak_bytes, again.timeline.step_us) == (advice.peak_bytes, advice.step_us)
 
 
+def test_recomputation_takes_less_memory_and_more_time(plan: Plan) -> None:
+    full, selective = (make(recompute=mode, advise=False) for mode in ("full", "selective"))
+    saved = [max(m.after.get("saved for backward", 0) for m in p.memory.moments) for p in (plan, selective, full)]
+    assert saved[0] > saved[2] and saved[1] > saved[2]
+    assert full.timeline.backward_us > plan.timeline.backward_us
+
+
 def test_json_comes_back(plan: Plan, tmp_path: Path) -> None:
     text = plan.to_json(tmp_path / "plan.json")
     read = json.loads(text)
@@ -171,7 +178,7 @@ def test_a_browser_shows_the_page_without_complaint(plan: Plan, tmp_path: Path) 
         ({"world_size": -2}, PlanError, "world size is -2; it must be at least 1"),
         ({"stage": 4}, ConfigError, "stage is 4"),
         ({"policy": "prefetcher"}, ZCompileError, "unknown pass 'prefetcher'; the known ones are .*prefetch"),
-        ({"recompute": "full"}, ConfigError, "recompute='full' is not supported in this version"),
+        ({"recompute": "most"}, ConfigError, "recompute is 'most'; it must be one of full, selective"),
     ],
 )
 def test_bad_options(options: dict[str, object], error: type[Exception], message: str) -> None:

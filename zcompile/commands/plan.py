@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from zcompile.config import Config, dtype_name
+from zcompile.config import RECOMPUTE, Config, dtype_name
 from zcompile.errors import PlanError
 from zcompile.planner.hardware import hardware, known_hardware
 from zcompile.planner.models import BUILT_IN, load_model
@@ -25,6 +25,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--world-size", type=int, required=True, help="ranks")
     parser.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default: 3)")
     parser.add_argument("--policy", default="prefetch", metavar="SPEC", help="schedule passes (default: prefetch)")
+    parser.add_argument(
+        "--recompute", choices=RECOMPUTE, help="what is computed again in backward (default: nothing dear)"
+    )
     parser.add_argument(
         "--hardware", default="h200", help=f"{', '.join(known_hardware())}, or a JSON file (default: h200)"
     )
@@ -49,7 +52,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan, and write what was asked for."""
     machine = hardware(options.hardware)
-    config = Config(stage=options.stage, precision=dtype_name(options.precision), policy=options.policy, verify="fast")
+    config = Config(
+        stage=options.stage,
+        precision=dtype_name(options.precision),
+        policy=options.policy,
+        recompute=options.recompute,
+        verify="fast",
+    )
     model = load_model(options.model, options.micro_batch, options.seq)
     request = Request(model.name, model.module, model.inputs, machine, options.optimizer, model.notes)
     plan = request.plan(config, options.world_size, advise=not options.no_advice)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zcompile.capture.tree import build, flatten
+from zcompile.config import RECOMPUTE
 from zcompile.errors import ZCompileError
 from zcompile.planner.plan import Advice, Plan
 from zcompile.planner.trace import as_call
@@ -101,6 +102,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"policy '{policy}'", {"policy": policy}
     batch = plan.batch
     if not plan.fits:
+        for mode in RECOMPUTE[::-1] if config.recompute is None else ():
+            yield f"recompute='{mode}'", {"recompute": mode}
         for double in range(1, 5 if config.stage else 1):
             world = plan.world_size << double
             yield f"{world} ranks", {"world_size": world}
