@@ -71,11 +71,6 @@ def schedule(policy: str) -> tuple[Pass[Any], ...]:
     return (*keep, *rest) if any(isinstance(p, Bucket) for p in rest) else (*keep, Bucket(), *rest)
 
 
-def recompute(option: str | None) -> tuple[Recompute, ...]:
-    """The pass for ``compile(recompute=...)``."""
-    return () if option is None else (Recompute(mode=option),)
-
-
 def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline:
     """The passes that ``compile`` runs, top to bottom.
 
@@ -84,11 +79,12 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline
         size: ranks on the axis; 1 inserts nothing distributed.
         axis: name of the mesh axis.
     """
+    recompute = () if config.recompute_mode is None else (Recompute(mode=config.recompute_mode),)
     precision = () if config.compute_spec is None else (Precision(dtype=config.compute_spec),)
     return Pipeline(
         (
             *precision,
-            *recompute(config.recompute),
+            *recompute,
             RecomputeParams(),
             PlanUnits(),
             Shard(stage=config.stage, size=size, axis=axis, ignore="|".join(config.ignore)),

@@ -61,7 +61,7 @@ def compile(
     reduce_dtype: str | torch.dtype | None = None,
     backend: str = "inductor",
     policy: str = "prefetch",
-    recompute: str | None = None,
+    recompute: str | float | None = None,
     offload: Any = None,
     memory_budget: Any = None,
     gradient_accumulation_steps: int = 1,
@@ -92,7 +92,8 @@ def compile(
         policy: schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``, or ``"none"``.
         recompute: what is computed again in backward instead of being saved: None leaves it to the split, which computes cheap
             things again; ``"selective"``: everything in repeated blocks but matmuls, attention and convolutions; ``"full"``: whole
-            blocks, of which only what they hand on is saved. Random numbers are saved, never drawn again.
+            blocks, of which only what they hand on is saved. A budget for all tensors of a rank, such as ``"24GiB"`` or ``0.8`` of
+            the device: as little as keeps the predicted peak under it. Random numbers are saved, never drawn again.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many. Stages 0
             and 1 communicate at its end alone, and keep full gradients until then; the caller scales the loss.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
@@ -212,6 +213,8 @@ def plan(
         differentiable=_differentiable(differentiable),
         verify=verify,
     )
+    if config.recompute is not None and config.recompute_mode is None:
+        raise ConfigError(f"recompute is {recompute!r}, a budget, which compile takes; plan 'full' or 'selective'")
     request = Request(type(model).__name__, model, example_inputs, find_hardware(hardware), optimizer)
     return request.plan(config, world_size, advise=advise)
 

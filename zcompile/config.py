@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SPECS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 BACKENDS = ("inductor", "eager")
 RECOMPUTE = ("full", "selective")
+#: bytes by the name of the unit
+UNITS = {f"{p}{i}B": (1024 if i else 1000) ** (n + 1) for n, p in enumerate("KMGT") for i in ("i", "")}
 VERIFY_LEVELS = ("full", "fast", "off")
 
 
@@ -26,7 +29,7 @@ class Config:
     reduce_dtype: str | None = None
     backend: str = "inductor"
     policy: str = "prefetch"
-    recompute: str | None = None
+    recompute: str | float | None = None
     gradient_accumulation_steps: int = 1
     accumulate_dtype: str | None = None
     ignore: tuple[str, ...] = ()
@@ -42,8 +45,7 @@ class Config:
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"stage is {self.stage!r}; it must be 0, 1, 2 or 3")
         _one_of("backend", self.backend, BACKENDS)
-        if self.recompute is not None:
-            _one_of("recompute", self.recompute, RECOMPUTE)
+        self.recompute_bytes(1)  # raises if it has no meaning
         _one_of("verify", self.verify, VERIFY_LEVELS)
         if self.precision is not None:
             _one_of("precision", self.precision, tuple(_PRECISIONS))
@@ -68,6 +70,31 @@ class Config:
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype of compute and gathers; None: the model's own."""
         return None if self.precision is None else _PRECISIONS[self.precision]
+
+    @property
+    def recompute_mode(self) -> str | None:
+        """``full`` or ``selective``; None: no such mode, but perhaps a budget."""
+        return self.recompute if self.recompute in RECOMPUTE else None  # type: ignore[return-value]
+
+    def recompute_bytes(self, device_bytes: int) -> int | None:
+        """The budget for all tensors of a rank on a device of ``device_bytes``; None: none was given.
+
+        Raises:
+            ConfigError: a value without a meaning.
+        """
+        given = self.recompute
+        if given is None or given in RECOMPUTE:
+            return None
+        if isinstance(given, str):
+            match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([KMGT]i?B)", given)
+            if match is not None and float(match[1]) > 0:
+                return int(float(match[1]) * UNITS[match[2]])
+        elif not isinstance(given, bool) and 0 < given <= 1:
+            return int(given * device_bytes)
+        raise ConfigError(
+            f"recompute is {given!r}; it must be one of {', '.join(RECOMPUTE)}, a budget such as '24GiB', or a share of the device's "
+            "memory such as 0.8"
+        )
 
     @property
     def wide_dtype(self) -> torch.dtype | None:

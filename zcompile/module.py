@@ -16,7 +16,7 @@ from zcompile.config import Config
 from zcompile.errors import ConfigError, ShardingError, StateError
 from zcompile.ir.graph import Step
 from zcompile.pipeline import History, Pipeline
-from zcompile.planner.memory import Memory, Setup
+from zcompile.planner.memory import Memory
 from zcompile.planner.walk import predict
 from zcompile.report import DeviceMemory, Report, optimizer_bytes, optimizer_kind, state_bytes
 from zcompile.runtime import norm, state
@@ -317,16 +317,8 @@ class CompiledModule(nn.Module):
 
     def _predicted(self, graphs: Graphs, optimizer: Optimizer | None) -> Memory:
         """What planning says about the graphs that run."""
-        runner = self._session.runner
-        mesh = runner.shards.mesh
-        setup = Setup(
-            optimizer=optimizer_kind(optimizer),
-            rank=mesh.rank,
-            fused=self._config.backend == "inductor",
-            on_host=mesh.device.type == "cpu",
-            copies=runner.executor.collectives.peer_bytes > 0,
-        )
-        return predict(Step(graphs.forward, graphs.backward), tuple(runner.shards.specs.values()), setup)
+        specs = tuple(self._session.runner.shards.specs.values())
+        return predict(Step(graphs.forward, graphs.backward), specs, self._session.setup(optimizer_kind(optimizer)))
 
 
 def _of_original(name: str) -> Any:

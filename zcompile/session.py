@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 from zcompile.build import Built, build
 from zcompile.capture.convert import ParamType
-from zcompile.capture.joint import Call, capture, check_capturable, path_name
+from zcompile.capture.joint import Call, Captured, capture, check_capturable, path_name
 from zcompile.capture.signature import Fingerprint, Signature, make_signature
 from zcompile.capture.surroundings import collector_paused, rng_untouched
 from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten
 from zcompile.config import Config
-from zcompile.errors import RankError, ShardingError, SignatureError, UnfilledError
-from zcompile.ir.graph import Input
+from zcompile.errors import ConfigError, RankError, ShardingError, SignatureError, UnfilledError
+from zcompile.ir.graph import Grad, Input
 from zcompile.lower.finite import Watch
 from zcompile.pipeline import Dump, Pipeline
+from zcompile.planner.budget import fit
+from zcompile.planner.memory import Setup
 from zcompile.runtime.step import StepRunner
 from zcompile.verify.verifier import Verifier
 
@@ -135,7 +137,7 @@ class Session:
                 with collector_paused():
                     built = build(
                         captured,
-                        self.pipeline,
+                        self._fitted(captured) if call.training else self.pipeline,
                         self._verifier,
                         self.config.backend,
                         label=label,
@@ -148,9 +150,31 @@ class Session:
             self.runner.agreement.raised(error)
             raise
         self._built[signature] = built
-        if self.config.recompute is not None and call.training:
+        if self.config.recompute_mode is not None and call.training:
             self._say_what_it_saves(built)
         return built
+
+    def setup(self, optimizer: str = "adamw") -> Setup:
+        """What the memory of a step here depends on, beside its graphs; ``optimizer`` is one of the planner's."""
+        mesh = self.runner.shards.mesh
+        return Setup(
+            optimizer=optimizer,
+            rank=mesh.rank,
+            fused=self.config.backend == "inductor",
+            on_host=mesh.device.type == "cpu",
+            copies=self.runner.executor.collectives.peers is not None,
+        )
+
+    def _fitted(self, captured: Captured) -> Pipeline:
+        """The pipeline, with recomputation that keeps the budget if there is one."""
+        shards = self.runner.shards
+        budget = self.config.recompute_bytes(_device_bytes(shards.mesh.device, self.config.recompute))
+        if budget is None or not any(isinstance(role, Grad) for _, role in captured.graph.outputs):
+            return self.pipeline
+        found = fit(captured, self.pipeline, tuple(shards.specs.values()), self.setup(), budget)
+        if shards.mesh.rank == 0:
+            log.info("recompute=%r in %s: %s", self.config.recompute, self.name, found)
+        return found.pipeline
 
     def _watch(self, arguments: list[str]) -> Watch | None:
         mesh = self.runner.shards.mesh
@@ -172,6 +196,17 @@ class Session:
         return min(
             self._built, key=lambda s: sum(getattr(s, f) != getattr(signature, f) for f in s.__dataclass_fields__)
         )
+
+
+def _device_bytes(device: torch.device, recompute: str | float | None) -> int:
+    """The memory of the device, where a share of it is asked for."""
+    if not isinstance(recompute, float):
+        return 1
+    if device.type != "cuda":
+        raise ConfigError(
+            f"recompute is {recompute}, a share of a GPU's memory, and the model is on {device}; pass a size: '2GiB'"
+        )
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def buffer_reader(model: nn.Module) -> Callable[[str], Tensor]:

@@ -71,7 +71,7 @@ def random_block(seed: int) -> tuple[Block, set[fx.Node], set[int]]:
     x = graph.placeholder("x")
     meta.set_value(x, torch.empty(4, 4))
     nodes: list[fx.Node] = []
-    for _ in range(7):
+    for _ in range(5):
         a, b = (draw.choice([x, *nodes[-3:]]) for _ in range(2))
         target = draw.choice([torch.ops.aten.mm.default, torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor])
         node = edit.call(graph, target, (a, b))
@@ -114,7 +114,7 @@ def cost_of(block: Block, saved: set[int], needed: set[int], free: set[fx.Node])
     return num_bytes, sum(saving._us(saving._recompute_cost(block.nodes[i])) for i in again)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_choice_beats_those_found(seed: int) -> None:
     block, forward, needed = random_block(seed)
     free = saving.handed_on(block, forward)

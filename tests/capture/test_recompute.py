@@ -16,6 +16,7 @@ from tests.dist.models import CASES, Batch
 from zcompile.errors import ConfigError
 from zcompile.ir import meta
 from zcompile.ir.graph import Saved
+from zcompile.planner.budget import tensor_bytes
 
 
 def dropped(name: str) -> Callable[[], nn.Module]:
@@ -85,6 +86,45 @@ def test_nothing_saved_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "recompute='full' saves nothing" in caplog.text
 
 
-def test_unknown_mode() -> None:
-    with pytest.raises(ConfigError, match="recompute is 'most'; it must be one of full, selective"):
-        zcompile.compile(nn.Linear(2, 2), recompute="most")
+def peak(model: Any) -> int:
+    predicted = model.report().predicted
+    assert predicted is not None
+    return tensor_bytes(predicted)
+
+
+def test_a_budget_is_kept_and_used() -> None:
+    make, batch = MODELS["llama"]
+    batch = {name: value.repeat(8, 1) for name, value in batch.items()}
+    peaks, results = {}, {}
+    for option in (None, "full"):
+        model = zcompile.compile(make(), backend="eager", recompute=option)
+        results[option], peaks[option] = step(model, batch), peak(model)
+    assert peaks["full"] < 0.8 * peaks[None]
+    for part in (0.0, 0.7):
+        budget = int(peaks["full"] + part * (peaks[None] - peaks["full"]))
+        model = zcompile.compile(make(), backend="eager", recompute=f"{budget / 2**20:.6f}MiB")
+        results[part] = step(model, batch)
+        assert peak(model) <= budget + 1
+    for mine, my_grads in results.values():
+        assert torch.equal(mine, results[None][0])
+        assert all(torch.equal(g, results[None][1][n]) for n, g in my_grads.items())
+    roomy = zcompile.compile(make(), backend="eager", recompute="1GiB")
+    step(roomy, batch)
+    assert "recompute" not in [entry.name for entry in roomy.history]
+    tight = zcompile.compile(make(), backend="eager", recompute="1KiB")
+    with pytest.raises(
+        ConfigError, match=r"budget of 0\.00 GiB .* use more ranks, a higher stage or a smaller micro-batch"
+    ):
+        tight(**batch)
+
+
+@pytest.mark.parametrize("option", ["most", "24", "0GiB", 0, 1.5, True])
+def test_unknown_options(option: Any) -> None:
+    with pytest.raises(ConfigError, match=f"recompute is {option!r}; it must be one of full, selective, a budget"):
+        zcompile.compile(nn.Linear(2, 2), recompute=option)
+
+
+def test_a_share_needs_a_gpu() -> None:
+    model = zcompile.compile(nn.Linear(2, 2), backend="eager", recompute=0.5)
+    with pytest.raises(ConfigError, match="a share of a GPU's memory, and the model is on cpu"):
+        model(torch.zeros(1, 2))

@@ -109,7 +109,7 @@ class Run:
         ]
         self.optimizer = OPTIMIZERS[kind](groups)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.7)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        self.scaler = zcompile.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         self.data = Position(start)
 
     def parts(self) -> dict[str, Any]:

@@ -179,6 +179,7 @@ def test_a_browser_shows_the_page_without_complaint(plan: Plan, tmp_path: Path) 
         ({"stage": 4}, ConfigError, "stage is 4"),
         ({"policy": "prefetcher"}, ZCompileError, "unknown pass 'prefetcher'; the known ones are .*prefetch"),
         ({"recompute": "most"}, ConfigError, "recompute is 'most'; it must be one of full, selective"),
+        ({"recompute": "1GiB"}, ConfigError, "recompute is '1GiB', a budget, which compile takes"),
     ],
 )
 def test_bad_options(options: dict[str, object], error: type[Exception], message: str) -> None:
