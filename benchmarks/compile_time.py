@@ -48,13 +48,13 @@ def measure(layers: int, backend: str, size_name: str, device: str, ranks: int) 
 
     import zcompile
     from benchmarks.llama import SIZES, Llama
-    from zcompile import build, passes, session
+    from zcompile import build, passes, scheduled, session
     from zcompile.config import Config
 
     torch.set_num_threads(1)
     seconds: dict[str, float] = defaultdict(float)
     session.capture = timed(seconds, "capture", session.capture)
-    build.split = timed(seconds, "split", build.split)
+    scheduled.split = timed(seconds, "split", scheduled.split)
     build._lower = timed(seconds, "lower", build._lower)
     size = dataclasses.replace(SIZES[size_name], layers=layers)
     precision = None if size_name == "tiny" else "bf16"

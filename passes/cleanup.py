@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.chains import is_random
 from zcompile.analysis.schedule import collectives, is_gather, never_release
 from zcompile.ir import calls, edit
 from zcompile.ir.graph import Graph, Step
+from zcompile.ir.operators import is_random
 from zcompile.pipeline import Stats, StepPass
 
 

@@ -50,6 +50,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "units": st.integers(0, 64),
     "min_mib": st.floats(0, 1e6, allow_nan=False),
     "lookahead": st.integers(0, 8),
+    "mode": st.sampled_from(["full", "selective", "budget"]),
     "limit_mib": st.none() | st.floats(0, 1e6, allow_nan=False),
 }
 

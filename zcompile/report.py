@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,12 +65,14 @@ class Report:
     device: DeviceMemory | None = None
     predicted: Memory | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers by name."""
-        numbers = {f.name: getattr(self, f.name) for f in fields(self)}
-        device, predicted = numbers.pop("device"), numbers.pop("predicted")
-        numbers["device"] = None if device is None else vars(device)
-        numbers["predicted"] = None if predicted is None else predicted.to_dict()
+    def to_dict(self) -> dict[str, int]:
+        """The numbers by name, flat, as loggers of scalars take them: ``device_*`` on a GPU, ``predicted_*`` after the first call."""
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("device", "predicted")}
+        if self.device is not None:
+            numbers |= {f"device_{name}": value for name, value in vars(self.device).items()}
+        if self.predicted is not None:
+            known = self.predicted.to_dict()
+            numbers |= {f"predicted_{name}": value for name, value in known.items() if isinstance(value, int)}
         return numbers
 
     def __str__(self) -> str:

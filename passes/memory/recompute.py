@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from torch import fx
 
 from zcompile.analysis.blocks import Block, forward_blocks, forward_nodes
-from zcompile.analysis.chains import is_random
 from zcompile.analysis.saving import Saving, handed_on, save_expensive, savings, structure, within
 from zcompile.errors import PassError
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Graph
+from zcompile.ir.operators import is_random
 from zcompile.pipeline import JointPass, Stats
 
 MODES = ("full", "selective", "budget")

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.chains import is_random, is_view
+from zcompile.analysis.chains import is_view
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Graph, Region, Step, is_compute
+from zcompile.ir.operators import is_random
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from zcompile import compat
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Param
+from zcompile.ir.operators import is_random
 
 
 def is_view(node: fx.Node) -> bool:
@@ -42,19 +40,3 @@ def _extends(node: fx.Node, source: fx.Node) -> bool:
     if not isinstance(out, torch.Tensor) or not isinstance(inp, torch.Tensor):
         return False
     return out.numel() >= inp.numel() and not is_random(node)
-
-
-#: arguments that switch an operator's randomness off, with the values that do
-_OFF: dict[str, Any] = {"dropout_p": 0.0, "p": 0.0, "dropout": 0.0, "train": False, "training": False}
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers: its operator does, and its arguments do not switch that off."""
-    target: Any = node.target
-    if not compat.is_overload(target) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    names = compat.argument_names(target)
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if "dropout_p" in names:
-        given.setdefault("dropout_p", 0.0)  # the schema's default
-    return not any(name in given and given[name] == off for name, off in _OFF.items())

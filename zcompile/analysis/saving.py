@@ -13,9 +13,10 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
 from zcompile.analysis.blocks import Block, storage
-from zcompile.analysis.chains import is_random, is_view
+from zcompile.analysis.chains import is_view
 from zcompile.analysis.cost import Cost, node_cost
 from zcompile.ir import edit, meta
+from zcompile.ir.operators import is_random
 
 #: rates by which times are compared, those of no device in particular so that every machine chooses alike: 16-bit and wider
 #: matmuls in flop/us, memory in bytes/us

@@ -8,7 +8,6 @@ import torch
 from torch import fx, nn
 
 from zcompile import compat
-from zcompile.analysis.chains import is_random
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import (
     Buffer,
@@ -28,6 +27,7 @@ from zcompile.ir.graph import (
     copy_fx,
     output_node,
 )
+from zcompile.ir.operators import is_random
 
 #: what the partitioner calls the random states that backward reads
 _STATE = "rng_state_output"

@@ -1,4 +1,4 @@
-"""The names of what a node calls: ``aten.mm``, ``aten.sum.dim_IntList``, ``operator.getitem``, ``higher_order.run_and_save_rng_state``."""
+"""What nodes call, by name and kind: ``aten.mm``, ``operator.getitem``, ``higher_order.run_and_save_rng_state``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 
 from zcompile import compat
 
@@ -60,3 +61,19 @@ def returns_nothing(target: Callable[..., Any] | str) -> bool:
 @cache
 def _returns(target: Any) -> list[str] | None:
     return compat.schema_returns(target)
+
+
+#: arguments that switch an operator's randomness off, with the values that do
+_OFF: dict[str, Any] = {"dropout_p": 0.0, "p": 0.0, "dropout": 0.0, "train": False, "training": False}
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers: its operator does, and its arguments do not switch that off."""
+    target: Any = node.target
+    if not compat.is_overload(target) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = compat.argument_names(target)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if "dropout_p" in names:
+        given.setdefault("dropout_p", 0.0)  # the schema's default
+    return not any(name in given and given[name] == off for name, off in _OFF.items())

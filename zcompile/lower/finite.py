@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 
 from zcompile import ops
-from zcompile.analysis.chains import is_random
 from zcompile.errors import NonFiniteError
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import (
@@ -32,7 +31,7 @@ from zcompile.ir.graph import (
     Tangent,
 )
 from zcompile.ir.handover import kept_parameter
-from zcompile.ir.operators import operator_name
+from zcompile.ir.operators import is_random, operator_name
 from zcompile.ir.printer import print_node
 from zcompile.ir.types import tensors
 from zcompile.lower import interpret

@@ -10,10 +10,9 @@ import torch
 from torch import fx
 
 from zcompile import compat, ops
-from zcompile.analysis.chains import is_random
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Direction, Region, is_compute
-from zcompile.ir.operators import operator_name
+from zcompile.ir.operators import is_random, operator_name
 from zcompile.verify.structure import called_nodes
 from zcompile.verify.subject import Collective, Subject
 
