@@ -254,9 +254,8 @@ def _take_over(
     executor = Executor(shards, collectives, Buffers(mesh.device), accumulation)
     refuse_numbers_of_parts(mesh)
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
-    if (
-        mesh.is_distributed and mesh.device.type == "cpu"
-    ):  # NCCL's end is a collective, and collectors come at different times
+    # not NCCL's: their end is a collective, and collectors come at different times
+    if mesh.is_distributed and mesh.device.type == "cpu":
         weakref.finalize(runner, _abandoned.append, partial(leave, collectives, agreement, mesh)).atexit = False
 
     def param_type(name: str) -> ParamType:
