@@ -202,6 +202,7 @@ class Collectives:
         if self.peers is not None and not self._closed and not self._unfinished:
             torch.cuda.synchronize(self._device)  # the others may still read what lies in this rank's memory
         self._closed, self._group, self.peers = True, None, None
+        self._watches.clear()  # they hold works, and these the buffers that they wrote
 
     # Inside. ----------------------------------------------------------------------------------------------------------
 
