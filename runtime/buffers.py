@@ -31,14 +31,9 @@ class Buffers:
         self._free: dict[TensorType, list[Tensor]] = {}
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes of buffers that were given back and wait for the next request of their type."""
-        return sum(tensor.nbytes for tensors in self._free.values() for tensor in tensors)
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of all buffers, handed out or not: what was taken once is never given back to the allocator."""
-        return self.live_bytes + self.free_bytes
+        return self.live_bytes + sum(t.nbytes for free in self._free.values() for t in free)
 
     def take(self, types: Sequence[TensorType]) -> list[Tensor]:
         """One buffer for each type, with undefined contents."""

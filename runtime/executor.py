@@ -86,9 +86,8 @@ class Executor:
             outputs = self.buffers.take(ins.types)
             started = self.collectives.all_gather(outputs, sends, ins.label)
         else:
-            if (
-                self.takes_local and self.accumulation.local
-            ):  # what was added up may be wider than what one backward sends
+            if self.takes_local and self.accumulation.local:
+                # what was added up may be wider than what one backward sends
                 sends = [
                     (self.accumulation.take_local(name, t) if name else t).to(kind.dtype)
                     for name, t, kind in zip(ins.grads, sends, ins.types, strict=True)

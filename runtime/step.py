@@ -323,9 +323,8 @@ class _Step(torch.autograd.Function):
                 "backward runs a second time through a step whose values were freed; pass retain_graph=True to the first backward"
             )
         saved, ctx.saved = ctx.saved, ctx.saved if keep else None
-        given = [
-            t.full_tensor() if isinstance(t, DTensor) else t for t in tangents
-        ]  # of loss + something of parameters
+        # a DTensor comes from a loss to which something computed from parameters was added
+        given = [t.full_tensor() if isinstance(t, DTensor) else t for t in tangents]
         for index, (shape, dtype, device) in ctx.types.items():
             tangent, strides = given[index], step.tangents[index]
             if tangent is None or tangent.stride() != strides:

@@ -80,7 +80,7 @@ def anatomy(session: Session, error: BaseException) -> Anatomy:
     parameters, _, gradients, _ = state_bytes(runner.shards)
     optimizer = sum(optimizer_bytes(runner.shards, o)[0] for o in optimizers_of(runner.shards))
     buffers = runner.executor.buffers
-    gathered = buffers.live_bytes + buffers.free_bytes
+    gathered = buffers.held_bytes
     device = device_memory(runner.shards.mesh.device)
     allocated, reserved, free, total = device or (0, 0, 0, 0)
     return Anatomy(

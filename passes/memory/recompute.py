@@ -9,6 +9,7 @@ from torch import fx
 
 from zcompile.analysis.blocks import Block, forward_blocks, forward_nodes
 from zcompile.analysis.saving import Saving, handed_on, save_expensive, savings, structure, within
+from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Graph
@@ -16,7 +17,6 @@ from zcompile.ir.operators import is_random
 from zcompile.pipeline import JointPass, Stats
 
 MODES = ("full", "selective", "budget")
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from zcompile.errors import CheckpointError, RankError, ZCompileError
 from zcompile.runtime.checkpoint import folder, storage
 from zcompile.runtime.checkpoint.folder import Manifest
 from zcompile.runtime.checkpoint.pieces import Piece
-from zcompile.runtime.ranks.agreement import Agreement
+from zcompile.runtime.ranks.agreement import Agreement, describe
 from zcompile.runtime.ranks.exchange import exchange
 
 
@@ -50,7 +50,7 @@ class Meeting:
         except RankError:
             raise
         except Exception as error:
-            failure, said = error, {"failure": _describe(error)}
+            failure, said = error, {"failure": describe(error)}
         texts = exchange(
             self.agreement, f"{name} of {self.what} ({self.topic})", json.dumps(said), background=self.background
         )
@@ -189,8 +189,3 @@ def write(
         if rank == 0:
             folder.discard(path, manifest.data)
         raise
-
-
-def _describe(error: Exception) -> str:
-    first = str(error).splitlines()[0] if str(error) else ""
-    return f"{type(error).__name__}: {first[:500]}"

@@ -24,7 +24,7 @@ LOST_CONNECTION = 25.0  # seconds to find out which rank broke a connection
 FAREWELL = 5.0  # seconds that the host of the store stays for others to read why it ended
 
 
-__all__ = ["Agreement", "Sequence", "TextSequence"]
+__all__ = ["Agreement", "Sequence", "TextSequence", "describe"]
 
 
 class Agreement:
@@ -130,7 +130,7 @@ class Agreement:
 
     def raised(self, error: BaseException) -> None:
         """Note that the user's code raised in the current call. Others end with it only if they wait and nothing follows."""
-        self._raised = _describe(error)
+        self._raised = describe(error)
         self._change += 1
 
     def name_call(self) -> str:
@@ -200,7 +200,7 @@ class Agreement:
     def explain(self, error: BaseException, description: str) -> RankError:
         """A connection broke: find out which rank ended (up to 25 s), break the agreement and return what to raise."""
         if self._board is None:
-            return RankError(f"[rank {self.rank} of {self.world_size}] {description} failed: {_describe(error)}")
+            return RankError(f"[rank {self.rank} of {self.world_size}] {description} failed: {describe(error)}")
         text = f"lost a connection {self._where()}in {description}"
         wait = Wait("waiting", description, text, needs=self._started, urgent=True)
         self._enter(wait)
@@ -209,8 +209,8 @@ class Agreement:
             time.sleep(0.05)
         self._leave()
         if self._board.lost and self._error is None:
-            self._break(RankError, f"{self._host()} is gone: rank {self.rank} {text} ({_describe(error)})", post=False)
-        self._break(RankError, f"rank {self.rank} {text}: {_describe(error)}")
+            self._break(RankError, f"{self._host()} is gone: rank {self.rank} {text} ({describe(error)})", post=False)
+        self._break(RankError, f"rank {self.rank} {text}: {describe(error)}")
         return self._copy()
 
     # Ending. ----------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Agreement:
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, if there are any, that this one cannot go on. Their waits end with the reason."""
         if self._error is None and self._board is not None:
-            self._break(RankError, f"rank {self.rank} failed {self._where()}with {_describe(error)}")
+            self._break(RankError, f"rank {self.rank} failed {self._where()}with {describe(error)}")
 
     def close(self) -> None:
         """Leave: tell the others, end the thread. Harmless when called twice."""
@@ -391,6 +391,7 @@ class Agreement:
         return type(self._error)(*self._error.args)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """An error's class and first line, for other ranks."""
     first = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {first[:500]}" if first else type(error).__name__

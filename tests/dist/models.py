@@ -68,7 +68,7 @@ def own_batch(g: torch.Generator) -> Batch:
     return {"tokens": tokens(g), "labels": tokens(g)}
 
 
-def hf_llama() -> nn.Module:
+def hf_llama(tied: bool = False) -> nn.Module:
     from transformers import LlamaConfig as Config
     from transformers import LlamaForCausalLM
 
@@ -81,6 +81,7 @@ def hf_llama() -> nn.Module:
             num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=32,
+            tie_word_embeddings=tied,
         )
     )
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import zcompile
 from tests.dist.checkpoints import every
-from tests.dist.models import VOCAB
+from tests.dist.models import VOCAB, hf_llama
 from tests.dist.pool import Pools
 from tests.dist.training import this_rank
 from zcompile import export
@@ -29,19 +29,9 @@ from zcompile.runtime.checkpoint import swap
 pytestmark = pytest.mark.dist
 
 
-def tiny(tied: bool) -> LlamaForCausalLM:
+def tiny(tied: bool) -> nn.Module:
     torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=20,
-        intermediate_size=45,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config)
+    return hf_llama(tied)
 
 
 def tokens(step: int, rank: int) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from zcompile.analysis.units import MIB
 from zcompile.capture.joint import Captured
 from zcompile.errors import ConfigError
-from zcompile.passes.memory.recompute import MIB, Recompute
+from zcompile.passes.memory.recompute import Recompute
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec
