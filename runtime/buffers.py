@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,15 @@ class Buffers:
             taken.append(tensor)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return taken
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, buffers are new ones, and all of them are forgotten in the end; what was free before is free memory."""
+        self._free, live = {}, self.live_bytes
+        try:
+            yield
+        finally:
+            self._free, self.live_bytes = {}, live
 
     def take_copy(self, tensor: Tensor) -> Tensor:
         """A buffer with the contents of another."""

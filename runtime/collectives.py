@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +19,8 @@ from torch.distributed import ReduceOp
 from zcompile import compat
 from zcompile.errors import RankError
 from zcompile.runtime.buffers import parts
-from zcompile.runtime.peers import MIN_BYTES, PeerCopies
+from zcompile.runtime.device_watch import DeviceWatch
+from zcompile.runtime.peers import MIN_BYTES, Copied, PeerCopies
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.ranks.judge import Wait
 
@@ -108,9 +110,10 @@ class Collectives:
         self._on_host = mesh.device.type == "cpu"
         self._unfinished = 0
         self._closed = False
+        self._records = False
         self._device = mesh.device
         self.peers: PeerCopies | None = None
-        self._watches: dict[str, _DeviceWatch] = {}
+        self._watches: dict[str, DeviceWatch] = {}
         if self._size > 1:
             compat.set_group_timeout(self._group, agreement.timeout + BACKEND_GRACE)
             agreement.watch_device(self._oldest, self._abort)
@@ -204,6 +207,35 @@ class Collectives:
         self._closed, self._group, self.peers = True, None, None
         self._watches.clear()  # they hold works, and these the buffers that they wrote
 
+    # Recording. -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, collectives are recorded: none of them runs now, so none is counted or watched."""
+        self._records = True
+        try:
+            if self.peers is None:
+                yield
+            else:
+                with self.peers.recording():
+                    yield
+        finally:
+            self._records = False
+
+    @contextlib.contextmanager
+    def replaying(self, count: int, description: str) -> Iterator[None]:
+        """The body gives ``count`` recorded collectives to the device, as one thing to watch."""
+        if self._size == 1 or count == 0:
+            yield
+            return
+        number = self._agreement.started(count)
+        yield
+        if not self._on_host:
+            end = Copied.here()
+            self._watch("replay", number, end, description)
+            if self.peers is not None:
+                self.peers.replayed = end
+
     # Inside. ----------------------------------------------------------------------------------------------------------
 
     def _reduce_each(self, tensors: list[Tensor], op: str) -> list[Any]:
@@ -228,6 +260,12 @@ class Collectives:
         waits = [wait for watch in list(self._watches.values()) if (wait := watch.oldest()) is not None]
         return min(waits, key=lambda wait: wait.needs, default=None)
 
+    def _watch(self, lane: str, number: int, work: Any, description: str) -> None:
+        watch = self._watches.get(lane)
+        if watch is None:
+            watch = self._watches[lane] = DeviceWatch(self._agreement)
+        watch.newest = (number, work, description)
+
     def _start(
         self,
         start: Callable[[], Sequence[Any]],
@@ -236,17 +274,14 @@ class Collectives:
         kept: Any = None,
         lane: str = "group",
     ) -> Pending:
-        number = self._agreement.started()
+        number = 0 if self._records else self._agreement.started()
         try:
             works = start()
         except RuntimeError as error:
             raise self._agreement.explain(error, description) from error
         self._unfinished += 1
-        if not self._on_host and works:
-            watch = self._watches.get(lane)
-            if watch is None:
-                watch = self._watches[lane] = _DeviceWatch(self._agreement)
-            watch.newest = (number, works[-1], description)
+        if not self._on_host and works and not self._records:
+            self._watch(lane, number, works[-1], description)
         return Pending(self, works, finish, kept, description, number)
 
     def _finish(self, pending: Pending, works: Sequence[Any], description: str) -> None:
@@ -311,37 +346,6 @@ def _drain(peers: PeerCopies, drained: threading.Event) -> None:
     while peers.unblock():
         time.sleep(0.001)
     drained.set()
-
-
-class _DeviceWatch:
-    """Finds a collective on the device that does not end. The hot path only overwrites ``newest``.
-
-    Collectives of one lane end in the order of their start, so it is enough to look at the newest now and then: when it
-    ends, all before it have ended too. At most two works, and the buffers that they hold on to, are kept.
-    """
-
-    def __init__(self, agreement: Agreement) -> None:
-        self.newest: tuple[int, Any, str] | None = None
-        self._agreement = agreement
-        self._lock = threading.Lock()
-        self._watched: tuple[int, Any, str] | None = None
-        self._wait: Wait | None = None
-
-    def oldest(self) -> Wait | None:
-        """The wait for the watched collective, None if everything is done. Called from the board's thread."""
-        with self._lock:
-            if self._watched is not None and self._watched[1].is_completed():
-                self._watched = self._wait = None
-            if self._watched is None:
-                newest = self.newest
-                if newest is None or newest[1].is_completed():
-                    if newest is self.newest:
-                        self.newest = None
-                    return None
-                self._watched = newest
-                description = f"{newest[2]} (or one before it)"
-                self._wait = self._agreement.device_wait(description, newest[0], time.monotonic())
-            return self._wait
 
 
 def _is_done(work: Any, seconds: float) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,13 @@ class Executor:
                 for i in ins.slots:
                     slots[i] = None
         return slots
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, programs are recorded: their buffers and collectives belong to the recording."""
+        self.takes_local = False
+        with self.buffers.apart(), self.collectives.recording():
+            yield
 
     def _start(self, ins: Start, slots: list[Any]) -> Pending:
         sends: list[Tensor] = [slots[i] for i in ins.inputs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,26 @@ class Gradient:
     def is_held(self) -> bool:
         """Whether anyone else holds the tensor or a view of it, also as the ``.grad`` of a parameter."""
         return self._num_references() != self._num_own
+
+
+class Chunks(NamedTuple):
+    """Chunks that a recorded backward writes to, while they exist and while they do not.
+
+    Attributes:
+        arenas: their flat memory.
+        members: by home, the parameters.
+        prepared: by parameter index.
+        stay: they are the model's own and never go.
+    """
+
+    arenas: dict[ArenaKey, Tensor]
+    members: dict[Home, Sequence[int]]
+    prepared: dict[int, Gradient]
+    stay: bool
+
+    def are_held(self) -> bool:
+        """Whether anyone else holds a gradient in memory that is used for other things between backwards."""
+        return not self.stay and any(gradient.is_held() for gradient in self.prepared.values())
 
 
 class Gradients:
@@ -127,6 +148,40 @@ class Gradients:
                     break
             else:
                 self._forget(home)
+
+    def prepare(self, indices: Sequence[int]) -> None:
+        """Let the whole chunks of these parameters exist, as their backward would."""
+        for index in indices:
+            self.of(index)
+        for members in list(self._alive.values()):
+            for index in members:
+                self.of(index)
+
+    def snapshot(self) -> Chunks:
+        """The chunks that exist."""
+        return Chunks(
+            dict(self.arenas),
+            dict(self._alive),
+            {i: known for i, known in enumerate(self.prepared) if known is not None},
+            self._keeps,
+        )
+
+    def wake(self, chunks: Chunks) -> bool:
+        """Let these chunks be the ones that exist; False, and nothing is done, where one of their gradients is in use."""
+        for index, gradient in chunks.prepared.items():
+            if self._parameters[index].grad is not None or gradient.is_held():
+                return False
+        for home, members in chunks.members.items():
+            if all(self.prepared[index] is chunks.prepared[index] for index in members):
+                continue
+            if home in self._alive:
+                self._forget(home)
+            self._alive[home] = members
+            if not isinstance(home, int):
+                self.arenas[home] = chunks.arenas[home]
+            for index in members:
+                self.prepared[index] = chunks.prepared[index]
+        return True
 
     def _forget(self, home: Home) -> None:
         """Let go of a chunk. A ``.grad`` of it that is set goes on as one that the user assigned."""

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,6 +67,13 @@ class Copied:
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self._event = event
 
+    @classmethod
+    def here(cls) -> Copied:
+        """Ready when everything is that the current stream has been given."""
+        event = torch.cuda.Event()
+        event.record()
+        return cls(event)
+
     def wait(self) -> None:
         """Let the current stream wait."""
         if self._event is not None:
@@ -88,6 +95,7 @@ class _Lane:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.memory: SharedMemory | None = None
         self.views: dict[Any, tuple[Views, Views]] = {}
+        self.fixed = False
         self._share = share
 
     @property
@@ -100,6 +108,10 @@ class _Lane:
         Everything that was issued has ended then, and the old memory is given up.
         """
         if self.memory is None or self.capacity < num_bytes:
+            if self.fixed:
+                raise RuntimeError(
+                    f"a recording needs {num_bytes} bytes of shared memory and there are {self.capacity}"
+                )
             if self.stream is not None:
                 torch.cuda.synchronize(self.stream.device)  # nobody's copies touch the old memory any more
             self.memory = self._share(num_bytes)
@@ -134,12 +146,17 @@ class PeerCopies:
         rank: this rank's place on the axis.
         device: where the tensors are.
         share: makes shared memory of a number of bytes; collective.
+
+    Attributes:
+        replayed: the latest replay of recorded collectives.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, share: Callable[[int], SharedMemory]) -> None:
         self._rank, self._size = rank, size
         self._gathers = _Lane(device, share)
         self._reductions = _Lane(device, share)
+        self._recorded: list[SharedMemory] = []
+        self.replayed = Copied(None)
 
     @property
     def num_bytes(self) -> int:
@@ -186,11 +203,29 @@ class PeerCopies:
 
     def unblock(self) -> bool:
         """Let the streams run out after a rank is gone: what is computed from then on is garbage. False when they have."""
-        waiting = [lane for lane in (self._gathers, self._reductions) if lane.stream and not lane.stream.query()]
-        for lane in waiting:
-            if lane.memory is not None:
-                lane.memory.unblock()
+        waiting = [lane.memory for lane in self._lanes() if lane.stream and not lane.stream.query()]
+        if not self.replayed.is_completed():
+            waiting += self._recorded
+        for memory in waiting:
+            if memory is not None:
+                memory.unblock()
         return bool(waiting)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, copies are recorded. They will use the memory that is there now, which stays, and may not ask for more."""
+        for lane in self._lanes():
+            lane.fixed = True
+        try:
+            yield
+        finally:
+            for lane in self._lanes():
+                lane.fixed = False
+        known = self._recorded
+        known += [m for lane in self._lanes() if (m := lane.memory) is not None and all(m is not k for k in known)]
+
+    def _lanes(self) -> tuple[_Lane, _Lane]:
+        return self._gathers, self._reductions
 
     def _others_first(self) -> list[int]:
         """Ranks in the order in which they are served: not all at the same one at the same time."""

@@ -245,6 +245,10 @@ class ParameterShards:
         """Let go of gradient memory that no ``.grad`` uses, before a forward fills memory with activations."""
         self.gradients.drop()
 
+    def prepare_gradients(self, names: Iterable[str]) -> None:
+        """Let the gradient memory of these parameters exist."""
+        self.gradients.prepare([self._index[name] for name in names])
+
     def accumulate(self, name: str, shard: Tensor) -> None:
         """``accumulate_many`` of one."""
         self.accumulate_many([name], [shard])

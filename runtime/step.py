@@ -12,18 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
-from zcompile.program import Runnable, StepProgram
+from zcompile.program import Program, Runnable, StepProgram
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.full import logical
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.tape import Tape, Tapes
 
 
 class StepRunner:
     """Runs the steps of one compiled model.
 
     Attributes:
+        tapes: replays steps; None: every step is issued.
         local_only: inside ``no_sync``: backwards keep their gradients on this rank.
         saved_bytes: by ``id`` of a step, what its first forward left for its backward, shared storage once.
     """
@@ -36,6 +38,7 @@ class StepRunner:
         self.agreement = agreement
         self.buffer_of = buffer_of
         self.local_only = False
+        self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
         self._probe = torch.zeros((), requires_grad=True)
         self._probe_node = compat.grad_accumulator(self._probe)
@@ -73,12 +76,16 @@ class StepRunner:
                 slots[port.slot] = inputs[port.key].detach()
             else:
                 slots[port.slot] = constants[port.key] if port.key in constants else self.buffer_of(port.key)
-        slots = self._run(step.forward, slots)
+        tape = self._replayed(step, slots)
+        results = self._run(step.forward, slots) if tape is None else tape.forward.results
         outputs: list[Any] = [None] * step.num_outputs
-        saved = SavedValues(self.executor.buffers)
+        saved = SavedValues(self.executor.buffers, tape)
+        copies: dict[int, Tensor] = {}
         for port in program.outputs:
-            value = slots[port.slot]
+            value = results[port.slot]
             if port.kind == "output":
+                if tape is not None:  # the next replay writes over it
+                    value = copies[port.slot] = copies[port.slot] if port.slot in copies else value.clone()
                 outputs[port.key] = value.detach() if port.shared else value
             elif port.kind == "mutation":
                 self.buffer_of(port.key).copy_(value)
@@ -109,10 +116,30 @@ class StepRunner:
         backward = self._local(step) if local else step.backward
         assert backward is not None
         program = backward.program
+        held = self.executor.accumulation
         kind = (", no_sync" if self.local_only else ", within a window") * local
         self.executor.takes_local = self.in_default_mode()  # else they wait for a backward that accumulates
         self.agreement.event(f"backward ({step.label}{kind})", backward.sequence)
         saved.check_versions()
+        tape = None if keep or local or held.local or not self.executor.takes_local else saved.tape
+        results: Mapping[int, Any] | Sequence[Any] | None = None
+        if tape is not None:
+            with self._told():
+                results = self.tapes.backward(tape, tangents) if self.tapes is not None else None
+        if results is None:
+            results = self._run(backward, self._backward_slots(program, saved, tangents, keep))
+            if self.tapes is not None and not local:
+                self.tapes.warmed(step)
+        grads = [(port.key, results[port.slot]) for port in program.outputs if port.kind == "grad"]
+        input_grads = {port.key: results[port.slot] for port in program.outputs if port.kind == "input_grad"}
+        if saved.tape is not None:  # the next replay writes over them
+            input_grads = {key: value.clone() for key, value in input_grads.items()}
+        return grads, input_grads
+
+    def _backward_slots(
+        self, program: Program, saved: SavedValues, tangents: Sequence[Tensor | None], keep: bool
+    ) -> list[Any]:
+        """What a backward reads; what was saved is given up unless ``keep``."""
         kept = saved.take_kept(keep)
         slots: list[Any] = [None] * program.num_slots
         for port in program.inputs:
@@ -124,14 +151,19 @@ class StepRunner:
                 slots[port.slot] = kept[port.key] if port.kind == "kept" else saved.values[port.key]
         if not keep:
             saved.values.clear()
-        slots = self._run(backward, slots)
-        grads = [(port.key, slots[port.slot]) for port in program.outputs if port.kind == "grad"]
-        return grads, {port.key: slots[port.slot] for port in program.outputs if port.kind == "input_grad"}
+        return slots
 
     def _local(self, step: StepProgram) -> Runnable:
         """The backward of ``no_sync``; its first use builds it."""
         with self._told():
             return step.local_backward()
+
+    def _replayed(self, step: StepProgram, slots: list[Any]) -> Tape | None:
+        """The tape whose forward was replayed, if the step has one that may be."""
+        if self.tapes is None or step.backward is None:
+            return None
+        with self._told():
+            return self.tapes.forward(step, slots)
 
     def _run(self, runnable: Runnable, slots: list[Any]) -> list[Any]:
         with self._told(), torch.no_grad():
@@ -244,9 +276,17 @@ def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:
 
 
 class SavedValues:
-    """What one forward left for its backward. Kept buffers go back when nobody needs them any more."""
+    """What one forward left for its backward. Kept buffers go back when nobody needs them any more.
 
-    def __init__(self, buffers: Buffers) -> None:
+    Args:
+        buffers: where kept ones come from.
+        tape: of the forward, if it was replayed: all memory is the tape's then.
+    """
+
+    def __init__(self, buffers: Buffers, tape: Tape | None) -> None:
+        self.tape = tape
+        if tape is not None:
+            tape.lease(self)
         self.values: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
         self.versions: list[int] = []
@@ -271,14 +311,14 @@ class SavedValues:
                 )
 
     def take_kept(self, keep: bool) -> dict[str, Tensor]:
-        """The kept buffers for a backward, which releases them: copies if another backward will come."""
-        if keep:
+        """The kept buffers for a backward, which releases them: copies if another backward will come, or a tape has them."""
+        if keep or self.tape is not None:
             return {name: self._buffers.take_copy(t) for name, t in self.kept.items()}
         kept, self.kept = self.kept, {}
         return kept
 
     def __del__(self) -> None:
-        if self.kept:
+        if self.kept and self.tape is None:
             self._buffers.give(list(self.kept.values()))
 
 

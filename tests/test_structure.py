@@ -61,6 +61,7 @@ TOP = frozenset(
         "export",
         "launch",
         "module",
+        "modules",
         "optim",
         "progress",
         "out_of_memory",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from zcompile import compat, passes
+from zcompile import passes
 from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
 from zcompile.module import CompiledModule, leave
+from zcompile.modules import check_modules
 from zcompile.out_of_memory import explain
 from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
@@ -39,18 +40,19 @@ from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.peers import connect
 from zcompile.runtime.placed import refuse_numbers_of_parts
 from zcompile.runtime.ranks.agreement import Agreement
-from zcompile.runtime.shards import ParameterShards, Slot
+from zcompile.runtime.recorder import CudaRecorder
+from zcompile.runtime.shards import ParameterShards
 from zcompile.runtime.step import StepRunner
+from zcompile.runtime.tape import Tapes
 from zcompile.session import Session, buffer_reader
+
+log = logging.getLogger("zcompile")
 
 _names = itertools.count()
 
 #: process groups of models that nobody has any more; they are given back at the next ``compile``, as the garbage collector
 #: comes at any moment, and a group of gloo keeps threads busy as long as it exists
 _abandoned: list[Callable[[], None]] = []
-
-#: what communicates on its own, and so cannot be inside of what zcompile communicates for
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
 
 def compile(
@@ -76,6 +78,7 @@ def compile(
     max_captures: int = 16,
     sync_init: bool = True,
     init: Callable[[nn.Module], Any] | None = None,
+    cuda_graphs: bool = False,
     debug_nonfinite: bool = False,
 ) -> CompiledModule:
     """Compile a model for data-parallel training. Collective: every rank calls it with the same model and options.
@@ -110,6 +113,10 @@ def compile(
         sync_init: start every rank from rank 0's parameters and buffers.
         init: gives values to a model on ``meta``, called with one module at a time whose own parameters and buffers are full
             then, such as ``lambda module: module.reset_parameters()``; modules that own none are left out.
+        cuda_graphs: on a GPU, record the step of the most frequent kind of arguments as CUDA graphs, so that the host issues forward
+            and backward as one each. It pays where the host is slower than the device: small models and batches. What cannot be
+            replayed runs as ever, with a reason in the log: gradients that exist at the forward, another kind of arguments. Outputs
+            are copies; results are the same. Memory of the recorded step stays reserved.
         debug_nonfinite: check what every region computes, and end the step with an error that names the operator, its source
             line and module, or the argument or parameter, where the first NaN or infinity comes from. For finding it: every
             region waits for the device, and keeps its inputs until then. Infinities that masks are made of are no alarm.
@@ -145,6 +152,7 @@ def compile(
         timeout=timeout,
         max_captures=max_captures,
         sync_init=sync_init,
+        cuda_graphs=cuda_graphs,
         debug_nonfinite=debug_nonfinite,
     )
     while _abandoned:
@@ -262,9 +270,26 @@ def _take_over(
         spec = shards.specs[name]
         return ParamType(name, spec.shape, compute_dtype(spec, config), shards.parameter(name).requires_grad)
 
+    if config.cuda_graphs:
+        _record_steps(runner, label)
     session = Session(model, config, pipeline, runner, param_type, label)
     shards.when_out_of_memory = _explainer(session)
     return CompiledModule(model, config, pipeline, session)
+
+
+def _record_steps(runner: StepRunner, label: str) -> None:
+    """Let the runner replay steps, where the device can."""
+    mesh = runner.shards.mesh
+
+    def say(reason: str) -> None:
+        if mesh.rank == 0:
+            log.warning("cuda_graphs: a step of %s is not replayed: %s", label, reason)
+
+    if mesh.device.type != "cuda":
+        say(f"the model is on {mesh.device}")
+        return
+    runner.tapes = Tapes(runner.executor, partial(CudaRecorder, mesh.device), say)
+    weakref.finalize(runner, runner.tapes.close)  # before the process ends: NCCL waits for graphs that use it
 
 
 def _explainer(session: Session) -> Callable[[torch.OutOfMemoryError, str], BaseException]:
@@ -280,68 +305,6 @@ def _explainer(session: Session) -> Callable[[torch.OutOfMemoryError, str], Base
         return result
 
     return explained
-
-
-def check_modules(model: nn.Module) -> None:
-    """Refuse modules that cannot be taken over.
-
-    Raises:
-        ConfigError: a module that is compiled already or in another data-parallel wrapper, as a whole or in part.
-        ShardingError: a scripted module, a parameter that has no shape yet, or one that shares memory with another tensor.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, CompiledModule):
-            raise ConfigError(f"{repr(path) if path else 'the model'} is compiled already; pass the plain module")
-        if isinstance(module, _WRAPPERS):
-            wrapper = next(kind for kind in _WRAPPERS if isinstance(module, kind))
-            how = "was given to fully_shard" if wrapper is FSDPModule else f"is wrapped in {wrapper.__name__}"
-            raise ConfigError(
-                f"{repr(path) if path else 'the model'} {how}, which shards or averages by itself; pass the plain module"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ShardingError(
-                f"'{path}' is a torch.jit.ScriptModule, which cannot be captured; use the module it was made from"
-            )
-    for name, p in (*model.named_parameters(), *model.named_buffers()):
-        if torch.nn.parameter.is_lazy(p):
-            raise ShardingError(
-                f"'{name}' is lazy and has no shape yet; call the plain model once before zcompile.compile"
-            )
-        if Slot.of(p) is not None:
-            raise ConfigError(
-                f"'{name}' belongs to a compiled model already; use that one, or end it with zcompile.unwrap first"
-            )
-    _check_memory(model)
-
-
-def _check_memory(model: nn.Module) -> None:
-    """Refuse parameters whose elements are somebody else's too: as shards they would be numbers of their own."""
-    ends: dict[int, list[tuple[int, int, str]]] = {}
-    parameters = {id(p) for p in model.parameters()}
-    for name, p in (*model.named_parameters(), *model.named_buffers()):
-        if p.is_meta or p.numel() == 0 or p.layout is not torch.strided:
-            continue
-        if id(p) in parameters and any(
-            stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)
-        ):
-            raise ShardingError(
-                f"parameter '{name}' of shape {list(p.shape)} is expanded, so that several elements are one number in memory, which "
-                "no optimizer can step; make it from tensor.contiguous()"
-            )
-        first = int(p.storage_offset()) * p.element_size()
-        last = (
-            first
-            + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) * p.element_size()
-        )
-        for other_first, other_last, other in ends.setdefault(compat.storage_id(p), []):
-            if first <= other_last and other_first <= last:
-                kind = "parameter" if id(p) in parameters else "buffer"
-                raise ShardingError(
-                    f"parameter '{other}' and {kind} '{name}' share memory, which sharding would end; tie parameters by assigning one "
-                    "Parameter object to both names, take views of it in forward, or make one a clone"
-                )
-        if id(p) in parameters:
-            ends[compat.storage_id(p)].append((first, last, name))
 
 
 def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipeline:

@@ -39,6 +39,7 @@ class Config:
     timeout: float = 600.0
     max_captures: int = 16
     sync_init: bool = True
+    cuda_graphs: bool = False
     debug_nonfinite: bool = False
 
     def __post_init__(self) -> None:
@@ -63,6 +64,10 @@ class Config:
             raise ConfigError("accumulate_dtype is for a declared window; pass gradient_accumulation_steps=N as well")
         if self.max_captures < 1:
             raise ConfigError(f"max_captures is {self.max_captures}; it must be at least 1")
+        if self.cuda_graphs and self.debug_nonfinite:
+            raise ConfigError(
+                "debug_nonfinite waits for the device in every region, which cuda_graphs rules out; pass one of them"
+            )
         if self.timeout <= 0:
             raise ConfigError(f"timeout is {self.timeout} seconds; it must be positive")
 

@@ -310,6 +310,8 @@ class CompiledModule(nn.Module):
             gathered_held_bytes=buffers.held_bytes,
             saved_bytes=0 if latest is None else runner.saved_bytes.get(id(latest.program), 0),
             peer_bytes=runner.executor.collectives.peer_bytes,
+            recorded_bytes=0 if runner.tapes is None else runner.tapes.hidden_bytes,
+            replays=0 if runner.tapes is None else runner.tapes.replays,
             captures=self._session.num_captures,
             device=DeviceMemory.of(runner.shards.mesh.device),
             predicted=None if latest is None else self._predicted(latest.graphs, optimizer),
@@ -357,6 +359,8 @@ def unwrap(model: CompiledModule) -> nn.Module:
         put_full(model.original, runner.shards)
     for parameter in runner.shards.parameters:
         vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
+    if runner.tapes is not None:
+        runner.tapes.close()
     leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
     return model.original
 

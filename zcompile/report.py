@@ -44,6 +44,8 @@ class Report:
     ``gradient_bytes`` is what is alive: memory may outlive the ``.grad`` that used it, up to the next forward or, in a small
     model, for good. ``gathered_peak_bytes`` is the most that gathered parameters took at once, ``gathered_held_bytes`` what
     the buffers for them take. ``saved_bytes`` is what the latest kind of forward leaves for its backward (0 before the first call).
+    With ``cuda_graphs``, ``recorded_bytes`` is the memory of recorded steps that the allocator counts as free, and ``replays`` the
+    steps that were replayed.
     ``predicted`` holds the same numbers, and every moment of a step, as planning finds them in the graphs that run; None before
     the first call.
     """
@@ -61,6 +63,8 @@ class Report:
     gathered_held_bytes: int
     saved_bytes: int
     peer_bytes: int
+    recorded_bytes: int
+    replays: int
     captures: int
     device: DeviceMemory | None = None
     predicted: Memory | None = None

@@ -144,10 +144,10 @@ class Agreement:
 
     # Waiting. ---------------------------------------------------------------------------------------------------------
 
-    def started(self) -> int:
-        """Count a collective that is being started; returns its number."""
+    def started(self, count: int = 1) -> int:
+        """Count collectives that are being started; returns the number of the last."""
         self.check()
-        self._started += 1
+        self._started += count
         return self._started
 
     def poll(self, description: str, ready: Callable[[float], bool], *, needs: int = 0, topic: str = "") -> None:

@@ -1,7 +1,8 @@
 """What the ranks of the GPU tests run: ``rank_program.py DEVICE BACKEND JOB...``. Rank 0 prints a line of JSON for each job.
 
-Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``, with ``:peers`` for buckets of every size by the copy engines;
-``fp16:STAGE``, with loss scaling; ``memory:STAGE``; ``raises``; ``killed``.
+Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``fp16:STAGE``, with loss scaling; ``memory:STAGE``; ``raises``;
+``killed``. ``stage``, ``raises`` and ``killed`` take ``:peers``, for buckets of every size by the copy engines, ``:graphs``, for
+steps that are replayed, or ``:peers+graphs``.
 """
 
 from __future__ import annotations
@@ -108,17 +109,21 @@ def fsdp2(device: torch.device, backend: str, precision: str) -> dict[str, Any]:
 
 
 def compiled(
-    config: LlamaConfig, device: torch.device, backend: str, stage: int, precision: str | None
+    config: LlamaConfig, device: torch.device, backend: str, stage: int, precision: str | None, **options: Any
 ) -> tuple[zcompile.CompiledModule, Any]:
-    model = zcompile.compile(build(config, device), stage=stage, precision=precision, backend=backend, timeout=20.0)
+    model = zcompile.compile(
+        build(config, device), stage=stage, precision=precision, backend=backend, timeout=20.0, **options
+    )
     return model, zcompile.optim.AdamW(model.parameters(), lr=LR)
 
 
 def stage(device: torch.device, backend: str, number: str, precision: str, way: str = "") -> dict[str, Any]:
     """This project; the flat kernels clip and update."""
     limit = collectives.MIN_BYTES
-    collectives.MIN_BYTES = 0 if way == "peers" else limit
-    model, optimizer = compiled(SMALL, device, backend, int(number), None if precision == "fp32" else precision)
+    collectives.MIN_BYTES = 0 if "peers" in way else limit
+    model, optimizer = compiled(
+        SMALL, device, backend, int(number), None if precision == "fp32" else precision, cuda_graphs="graphs" in way
+    )
     losses = train(model, optimizer, model.clip_grad_norm_, SMALL, range(RANK, RANK + 1), device)
     report = model.report()
     zcompile.unwrap(model)
@@ -127,6 +132,7 @@ def stage(device: torch.device, backend: str, number: str, precision: str, way: 
         "losses": mean(losses, device),
         "gathered_live_bytes": report.gathered_live_bytes,
         "peer_bytes": report.peer_bytes,
+        "replays": report.replays,
     }
 
 
@@ -196,8 +202,8 @@ def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
 
 def fails(device: torch.device, backend: str, how: str, way: str = "") -> dict[str, Any]:
     """The last rank raises or dies in the middle of training."""
-    collectives.MIN_BYTES = 0 if way == "peers" else collectives.MIN_BYTES
-    model, optimizer = compiled(SMALL, device, backend, 3, None)
+    collectives.MIN_BYTES = 0 if "peers" in way else collectives.MIN_BYTES
+    model, optimizer = compiled(SMALL, device, backend, 3, None, cuda_graphs="graphs" in way)
     for step in range(1000):
         if step == 4 and RANK == WORLD_SIZE - 1:
             print("failing", flush=True)

@@ -1,0 +1,279 @@
+"""A step on fixed memory: its forward and backward are recorded once and replayed, so the host issues each as a whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import RankError
+from zcompile.program import Port, Program, Runnable, Start, StepProgram
+from zcompile.runtime.executor import Executor
+from zcompile.runtime.gradients import Chunks
+from zcompile.runtime.recorder import Recorder, Recording
+
+#: steps that run before one is recorded: they compile kernels, and allocate what a recording may not
+WARM_STEPS = 2
+
+#: recordings of one model: what makes another one necessary will go on
+MAX_RECORDINGS = 3
+
+#: why a step is not replayed that follows one whose memory is needed
+IN_USE = (
+    "gradients or values of an earlier step are in use at the forward; call zero_grad() before it, and backward() once for each "
+    "forward"
+)
+
+#: what a forward leaves for its backward
+_LEFT = ("saved", "kept")
+
+#: what a program reads where it lies, for as long as the model lives
+_FIXED = ("param", "buffer")
+
+
+class _Recorded:
+    """One recorded program.
+
+    Attributes:
+        owned: by slot, what it returned, until that may go.
+        results: by slot, the same on borrowed memory.
+        num_collectives: how many it starts.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        runnable: Runnable,
+        slots: list[Any],
+        copied: Sequence[Port],
+        run: Callable[[Runnable, list[Any]], list[Any]],
+    ) -> None:
+        program = runnable.program
+        self._copied = [(port, slots[port.slot]) for port in copied]
+        # held, so that nothing else comes to lie there
+        self._fixed = [(port.slot, slots[port.slot]) for port in program.inputs if port.kind in _FIXED]
+        recorded: tuple[Recording, list[Any]] = recorder.record(partial(run, runnable, slots))
+        self._recording, self.owned = recorded
+        self.results = {port.slot: recorder.borrow(self.owned[port.slot]) for port in program.outputs}
+        self.num_collectives = sum(type(ins) is Start for ins in program.instructions)
+
+    def holds(self, slots: Sequence[Any]) -> bool:
+        """Whether what is not copied is where it was."""
+        return all(slots[slot].data_ptr() == value.data_ptr() for slot, value in self._fixed)
+
+    def replay(self, values: Callable[[Port], Tensor]) -> None:
+        """Run on new values of what is copied."""
+        for port, place in self._copied:
+            place.copy_(values(port), non_blocking=True)
+        self._recording.replay()
+
+
+class Tape:
+    """The recorded forward and backward of one step.
+
+    The memory of a recording is used again by the next and by the next replay, so a forward may be replayed only when nobody
+    needs what the last one left: its saved values (``lease``) and the gradients of its backward.
+    """
+
+    def __init__(self, step: StepProgram, forward: _Recorded, backward: _Recorded, chunks: Chunks) -> None:
+        self.step = step
+        self.forward = forward
+        self.backward = backward
+        self.chunks = chunks
+        self._lease: weakref.ref[Any] = weakref.ref(self)
+
+    def lease(self, holder: Any) -> None:
+        """Say who uses the saved values, for as long as it lives."""
+        self._lease = weakref.ref(holder)
+
+    def is_free(self) -> bool:
+        """Whether nobody needs what the last replay left."""
+        holder = self._lease()
+        return (holder is None or holder is self) and not self.chunks.are_held()
+
+
+class Tapes:
+    """Decides when a model's steps are recorded and replayed.
+
+    One signature at a time has a tape: the first that ran ``WARM_STEPS`` times. What is not replayed runs as it is issued, with
+    the same results, and the ranks need not do alike: the same collectives start in the same order.
+
+    Args:
+        executor: runs what is recorded.
+        make: makes a recorder for each tape.
+        say: told once why steps are not replayed.
+
+    Attributes:
+        replays: steps whose forward was replayed.
+        reason: why the latest step was not; empty when it was.
+        hidden_bytes: memory of the recordings that the allocator counts as free.
+    """
+
+    def __init__(self, executor: Executor, make: Callable[[], Recorder], say: Callable[[str], None]) -> None:
+        self.replays = 0
+        self.reason = ""
+        self.hidden_bytes = 0
+        self._executor = executor
+        self._make = make
+        self._say = say
+        self._said: set[str] = set()
+        self._warm: dict[int, int] = {}
+        self._tape: Tape | None = None
+        self._recorder: Recorder | None = None
+        self._recordings = 0
+        self._over = ""
+
+    # Forward. ---------------------------------------------------------------------------------------------------------
+
+    def warmed(self, step: StepProgram) -> None:
+        """Count a step that ran as it was issued, backward and all."""
+        self._warm[id(step)] = self._warm.get(id(step), 0) + 1
+
+    def forward(self, step: StepProgram, slots: list[Any]) -> Tape | None:
+        """Replay a step's forward, which is recorded first if it is time to; None: it is to be issued.
+
+        Args:
+            step: the step.
+            slots: the values of its inputs.
+        """
+        self.reason = self._problem(step, slots)
+        if not self.reason and self._tape is None:
+            self._record(step, slots)
+        if self.reason:
+            if self._recordings or self._warm.get(id(step), 0) >= WARM_STEPS:
+                self._tell(self.reason)
+            return None
+        tape = self._tape
+        assert tape is not None
+        self.replays += 1
+        with self._executor.collectives.replaying(tape.forward.num_collectives, f"forward ({step.label}), replayed"):
+            tape.forward.replay(lambda port: slots[port.slot])
+        return tape
+
+    def _problem(self, step: StepProgram, slots: Sequence[Any]) -> str:
+        tape = self._tape
+        if tape is not None and tape.step is step and not tape.forward.holds(slots):
+            self.close()
+            tape = None
+        if tape is None:
+            if self._over:
+                return self._over
+            if self._recordings == MAX_RECORDINGS:
+                return "buffers were replaced too often"
+            if self._warm.get(id(step), 0) < WARM_STEPS:
+                return "it is not warm yet"
+            shards = self._executor.shards
+            if any(shards.parameter(name).grad is not None for name in step.trainable):
+                return IN_USE
+            return _unfit(step.forward.program, slots, self._executor.buffers.device)
+        if tape.step is not step:
+            return "another signature is recorded"
+        return "" if tape.is_free() else IN_USE
+
+    # Recording. -------------------------------------------------------------------------------------------------------
+
+    def _record(self, step: StepProgram, slots: list[Any]) -> None:
+        self._recordings += 1
+        recorder = self._recorder = self._make()
+        try:
+            with self._executor.recording():
+                self._tape = self._recorded(recorder, step, slots)
+        except RankError:
+            raise
+        except RuntimeError as error:
+            self.close()
+            self.reason = self._over = (
+                f"the device cannot record it: {str(error).splitlines()[0] if str(error) else error!r}"
+            )
+            return
+        self.hidden_bytes = recorder.hidden_bytes()
+
+    def _recorded(self, recorder: Recorder, step: StepProgram, slots: list[Any]) -> Tape:
+        executor, backward = self._executor, step.backward
+        assert backward is not None
+
+        def run(runnable: Runnable, values: list[Any]) -> list[Any]:
+            with torch.no_grad():
+                return executor.run(runnable.program, runnable.bodies, values)
+
+        def run_backward(runnable: Runnable, values: list[Any]) -> list[Any]:
+            values = run(runnable, values)
+            executor.shards.prepare_gradients(step.trainable)
+            return values
+
+        inputs = _ports(step.forward.program.inputs, "input")
+        values = list(slots)
+        for port in inputs:
+            given = slots[port.slot]
+            values[port.slot] = torch.empty_strided(
+                given.shape, given.stride(), dtype=given.dtype, device=given.device
+            ).copy_(given)
+        forward = _Recorded(recorder, step.forward, values, inputs, run)
+        outputs = step.forward.program.outputs
+        left = {(port.kind, port.key): forward.owned[port.slot] for port in outputs if port.kind in _LEFT}
+        ends = {port.key: forward.results[port.slot] for port in _ports(outputs, "output")}
+        taken: list[Any] = [None] * backward.program.num_slots
+        for port in backward.program.inputs:
+            if port.kind == "param":
+                taken[port.slot] = executor.shards.local(port.key)
+            elif port.kind == "tangent":
+                end, strides = ends[port.key], step.tangents[port.key]
+                taken[port.slot] = torch.empty_strided(end.shape, strides, dtype=end.dtype, device=end.device).zero_()
+            else:
+                taken[port.slot] = left[port.kind, port.key]
+        forward.owned = []
+        left.clear()  # so that the backward's own memory may lie where they lay, once it has read them
+        recorded = _Recorded(recorder, backward, taken, _ports(backward.program.inputs, "tangent"), run_backward)
+        recorded.owned = []
+        return Tape(step, forward, recorded, executor.shards.gradients.snapshot())
+
+    # Backward. --------------------------------------------------------------------------------------------------------
+
+    def backward(self, tape: Tape, tangents: Sequence[Any]) -> Mapping[int, Tensor] | None:
+        """Replay a tape's backward, whose results come by slot; None, and it is to be issued, where gradients are there.
+
+        Args:
+            tape: of the forward.
+            tangents: by output index.
+        """
+        if tape is not self._tape or not self._executor.shards.gradients.wake(tape.chunks):
+            self._tell("gradients exist at the backward; call zero_grad() before it")
+            return None
+        label = f"backward ({tape.step.label}), replayed"
+        with self._executor.collectives.replaying(tape.backward.num_collectives, label):
+            tape.backward.replay(lambda port: tangents[port.key])
+        return tape.backward.results
+
+    # Ending. ----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the recordings back. Harmless when called twice."""
+        self._tape = None
+        self.hidden_bytes = 0
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            self._say(reason)
+
+
+def _ports(ports: Sequence[Port], kind: str) -> list[Port]:
+    return [port for port in ports if port.kind == kind]
+
+
+def _unfit(program: Program, slots: Sequence[Any], device: torch.device) -> str:
+    """Why a program's inputs cannot be put into memory of our own; empty if they can."""
+    for port in program.inputs:
+        value: Tensor = slots[port.slot]
+        if value.device != device:
+            return f"{port.kind} {port.key} is on {value.device}"
+        if port.kind == "input" and any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
+            return f"{port.kind} {port.key} is expanded"
+    return ""

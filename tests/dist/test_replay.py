@@ -1,0 +1,348 @@
+"""Replayed steps: the same bits as issued ones, whatever a loop does, on a recorder that does again what it recorded.
+
+It stands for CUDA graphs: results lie at fixed addresses, and what a forward left is overwritten once its backward has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zcompile
+from tests.dist.models import net, rows
+from tests.dist.pool import Pools
+from tests.dist.training import LR, full_gradients, this_rank
+from zcompile.runtime.tape import WARM_STEPS, Tapes
+
+pytestmark = pytest.mark.dist
+
+STEPS = 6
+REPLAYED = STEPS - WARM_STEPS
+
+
+class Again:
+    """A recorder for the CPU: a replay runs the program on the same tensors and writes over the same results."""
+
+    def __init__(self, executor: Any, spoils: bool) -> None:
+        self.executor = executor
+        self.spoils = spoils
+        self.left: list[Tensor] = []
+
+    def record(self, body: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
+        assert isinstance(body, partial)
+        run, runnable, slots = body.func, body.args[0], list(body.args[1])
+        results = list(body())
+        given = {t.data_ptr() for t in slots if t is not None}
+        ends = [port.slot for port in runnable.program.outputs]
+        is_backward = bool(self.left)
+        if not is_backward:
+            self.left = [results[i] for i in ends if results[i].data_ptr() not in given]
+        else:
+            self.left = [t for t in self.left if t.is_floating_point()]
+
+        def replay() -> None:
+            with self.executor.recording():
+                fresh = run(runnable, list(slots))
+            for i in dict.fromkeys(ends):
+                if fresh[i] is not results[i] and fresh[i].data_ptr() != results[i].data_ptr():
+                    results[i].copy_(fresh[i])
+            if is_backward and self.spoils:
+                for tensor in self.left:
+                    tensor.fill_(float("nan"))
+
+        recording = type("Recording", (), {"replay": staticmethod(replay)})()
+        return recording, list(results)
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def hidden_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.left = []
+
+
+def compiled(model: nn.Module, stage: int, said: list[str] | None, **options: Any) -> Any:
+    """Compiled, and with ``said`` replayed; the reasons why a step is not go there."""
+    model = zcompile.compile(model, stage=stage, backend="eager", verify="off", **options)
+    if said is not None:
+        runner = model._session.runner
+        runner.tapes = Tapes(runner.executor, partial(Again, runner.executor, True), said.append)
+    return model
+
+
+class Counting(nn.Module):
+    """A model with a buffer that each forward changes, and one that users replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.norm = nn.BatchNorm1d(7)
+        self.register_buffer("scale", torch.ones(7))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return self.inner(self.norm(x) * self.scale)
+
+
+def twins(stage: int, make: Callable[[], nn.Module] = net, **options: Any) -> tuple[list[Any], list[Any], list[str]]:
+    """One model that is replayed and one that is not, with their optimizers and what the first says."""
+    said: list[str] = []
+    torch.manual_seed(5)
+    first = make()
+    torch.manual_seed(5)
+    models = [compiled(first, stage, said, **options), compiled(make(), stage, None, **options)]
+    return models, [zcompile.optim.AdamW(m.parameters(), lr=LR) for m in models], said
+
+
+def mine(step: int, count: int = 3) -> Tensor:
+    return rows(step, this_rank(), count)
+
+
+def same(a: Any, b: Any, what: str) -> None:
+    assert (a is None) == (b is None), what
+    assert a is None or torch.equal(a, b), f"{what}: {a} and {b}"
+
+
+def same_everywhere(models: list[Any], what: str) -> None:
+    grads = [full_gradients(m) for m in models]
+    states = [m.full_state_dict() for m in models]
+    for name in grads[0]:
+        same(grads[0][name], grads[1][name], f"gradient of {name} {what}")
+    for name in states[0]:
+        same(states[0][name], states[1][name], f"{name} {what}")
+
+
+def plain(model: Any, optimizer: Any, step: int) -> Tensor:
+    loss = model(mine(step))["loss"]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def zero_before(model: Any, optimizer: Any, step: int) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(mine(step))["loss"]
+    loss.backward()
+    model.clip_grad_norm_(0.1)
+    optimizer.step()
+    return loss
+
+
+def zero_between(model: Any, optimizer: Any, step: int) -> Tensor:
+    loss = model(mine(step))["loss"]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def two_batches(model: Any, optimizer: Any, step: int) -> Tensor:
+    losses = []
+    for micro in range(2):
+        losses.append(model(mine(10 * step + micro))["loss"])
+        losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def local_batch(model: Any, optimizer: Any, step: int) -> Tensor:
+    losses = []
+    for micro in range(2):
+        with model.no_sync() if micro == 0 else contextlib.nullcontext():
+            losses.append(model(mine(10 * step + micro))["loss"])
+            losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def two_forwards(model: Any, optimizer: Any, step: int) -> Tensor:
+    losses = [model(mine(10 * step + i))["loss"] for i in range(2)]
+    sum(losses[1:], losses[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def twice_through(model: Any, optimizer: Any, step: int) -> Tensor:
+    loss = model(mine(step))["loss"]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def with_eval(model: Any, optimizer: Any, step: int) -> Tensor:
+    loss = model(mine(step))["loss"]
+    with torch.no_grad():
+        out = model(mine(50 + step))["out"]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        out = out + model(mine(70 + step))["out"]
+    model.train()
+    return torch.cat([out.flatten(), loss.reshape(1)])
+
+
+def other_sizes(model: Any, optimizer: Any, step: int) -> Tensor:
+    loss = model(mine(step, 3 + (step == 4)))["loss"]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def of_inputs(model: Any, optimizer: Any, step: int) -> Tensor:
+    x = mine(step).requires_grad_()
+    model(x)["loss"].backward()
+    optimizer.held = [*getattr(optimizer, "held", []), x.grad]
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(optimizer.held)
+
+
+def asked_for(model: Any, optimizer: Any, step: int) -> Tensor:
+    """``torch.autograd.grad`` through a replayed forward, then a backward through the next."""
+    weight = model.get_parameter("first.weight")
+    (grad,) = torch.autograd.grad(model(mine(30 + step))["loss"], [weight])
+    return torch.cat([plain(model, optimizer, step).reshape(1), grad.full_tensor().flatten() if hasattr(grad, "full_tensor") else grad.flatten()])
+
+
+def hooked(model: Any, optimizer: Any, step: int) -> Tensor:
+    if step == 0:
+        optimizer.seen = []
+        model.get_parameter("middle.weight").register_hook(lambda g: optimizer.seen.append(g.clone()) or 2 * g)
+    return plain(model, optimizer, step)
+
+
+
+
+LOOPS: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "plain": (plain, REPLAYED),
+    "zero_before": (zero_before, REPLAYED),
+    "zero_between": (zero_between, 0),
+    "two_batches": (two_batches, STEPS - 1),  # the second adds to gradients that are there
+    "local_batch": (local_batch, 2 * STEPS - 2 * WARM_STEPS),
+    "two_forwards": (two_forwards, STEPS - 1),
+    "twice_through": (twice_through, STEPS - 1),
+    "with_eval": (with_eval, REPLAYED),
+    "other_sizes": (other_sizes, REPLAYED - 1),
+    "of_inputs": (of_inputs, REPLAYED),
+    "asked_for": (asked_for, 2 * STEPS - WARM_STEPS),
+    "hooked": (hooked, REPLAYED),
+}
+
+
+def follows(name: str, stage: int, homeless: bool) -> int:
+    """Train twins with a loop; returns how many forwards were replayed."""
+    loop, _ = LOOPS[name]
+    models, optimizers, _ = twins(stage)
+    for model in models if homeless else ():
+        model._session.runner.shards.gradients._keeps = False  # as a large model's gradients, they come and go
+    for step in range(STEPS):
+        results = [loop(m, o, step) for m, o in zip(models, optimizers, strict=True)]
+        same(*results, f"losses of step {step}")
+        same_everywhere(models, f"after step {step}")
+    if loop is hooked:
+        for pair in zip(*(o.seen for o in optimizers), strict=True):
+            same(*pair, "gradient that a hook saw")
+    assert all(m._session.runner.executor.buffers.live_bytes == 0 for m in models)
+    return models[0].report().replays
+
+
+@pytest.mark.parametrize(("name", "homeless"), [(name, i % 2 == 1) for i, name in enumerate(LOOPS)])
+def test_replayed_steps_equal_issued_ones(ranks: Pools, name: str, homeless: bool) -> None:
+    replays = ranks(2, follows, name=name, stage=3 if homeless else 1, homeless=homeless)
+    assert replays == [LOOPS[name][1]] * 2
+
+
+def outlives(stage: int) -> None:
+    """Outputs and gradients that a loop keeps stay as they are, and inputs are its own after the forward."""
+    models, optimizers, said = twins(stage)
+    replayed, optimizer = models[0], optimizers[0]
+    replayed._session.runner.shards.gradients._keeps = False
+    kept: list[tuple[Any, Any]] = []
+    for step in range(STEPS):
+        x = mine(step)
+        out = replayed(x)
+        if step in (WARM_STEPS, WARM_STEPS + 1):
+            x.zero_()
+        (2 * out["loss"]).backward()
+        if step == WARM_STEPS + 1:
+            grad = replayed.get_parameter("middle.weight").grad
+            kept.append((grad, grad.to_local().clone()))
+        kept.append((out["out"].detach(), out["out"].detach().clone()))
+        optimizer.step()
+        optimizer.zero_grad()
+    for now, then in kept:
+        same(now.to_local() if hasattr(now, "to_local") else now, then, "what was kept")
+    assert replayed.report().replays == 2, said  # then a gradient is held for good
+    assert len(said) == 1 and "zero_grad" in said[0], said
+
+
+def test_what_a_loop_keeps_is_not_overwritten(ranks: Pools) -> None:
+    ranks(2, outlives, stage=3)
+
+
+def changes_buffers(stage: int) -> None:
+    models, optimizers, said = twins(stage, Counting)
+    for step in range(2 * STEPS):
+        if step in (4, 5, 7, 9):
+            for model in models:
+                model.scale = torch.full((7,), 1.0 + step)
+        same(*(plain(m, o, step) for m, o in zip(models, optimizers, strict=True)), f"losses of step {step}")
+        same_everywhere(models, f"after step {step}")
+    assert models[0].report().replays == 2 + 1 + 2, said  # recorded three times, then no more
+    assert len(said) == 1 and "replaced too often" in said[0], said
+
+
+def test_buffers_are_written_and_replaced(ranks: Pools) -> None:
+    ranks(2, changes_buffers, stage=2)
+
+
+class Refuses(Again):
+    """A device that cannot record the second program."""
+
+    def record(self, body: Any) -> Any:
+        if self.left:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+        return super().record(body)
+
+
+def cannot_record(stage: int) -> None:
+    models, optimizers, said = twins(stage)
+    runner = models[0]._session.runner
+    runner.tapes = Tapes(runner.executor, partial(Refuses, runner.executor, True), said.append)
+    for step in range(STEPS):
+        same(*(plain(m, o, step) for m, o in zip(models, optimizers, strict=True)), f"losses of step {step}")
+    assert models[0].report().replays == 0
+    assert said == ["the device cannot record it: operation not permitted when stream is capturing"]
+    assert runner.executor.buffers.live_bytes == 0
+
+
+def test_a_device_that_cannot_record(ranks: Pools) -> None:
+    ranks(2, cannot_record, stage=3)
+
+
+def says_where(stage: int) -> None:
+    with pytest.raises(zcompile.errors.ConfigError, match="debug_nonfinite"):
+        zcompile.compile(net(), stage=stage, cuda_graphs=True, debug_nonfinite=True)
+    model = zcompile.compile(net(), stage=stage, cuda_graphs=True, backend="eager")
+    model(mine(0))["loss"].backward()
+    assert model.report().replays == 0 and model._session.runner.tapes is None
+
+
+def test_options(ranks: Pools) -> None:
+    ranks(2, says_where, stage=3)
