@@ -78,5 +78,6 @@ def parts(buffer: Tensor, size: int) -> tuple[Tensor, ...]:
     attributes: Any = buffer.__dict__
     found = attributes.get("parts")
     if found is None or len(found) != size:
-        found = attributes["parts"] = buffer.view(size, -1).unbind()
+        # of an alias: views hold on to what they were made of, and a tensor that holds its own views is never freed
+        found = attributes["parts"] = buffer.detach().view(size, -1).unbind()
     return found

@@ -100,6 +100,7 @@ class Collectives:
 
     Attributes:
         peers: moves large buckets, where there is such a way.
+        let_go: ends recordings of collectives: a group does not end before them, even when it is aborted.
     """
 
     def __init__(self, mesh: Ranks, agreement: Agreement) -> None:
@@ -111,6 +112,7 @@ class Collectives:
         self._unfinished = 0
         self._closed = False
         self._records = False
+        self.let_go: Callable[[], None] = lambda: None
         self._device = mesh.device
         self.peers: PeerCopies | None = None
         self._watches: dict[str, DeviceWatch] = {}
@@ -314,6 +316,9 @@ class Collectives:
                 for part in (partial(_drain, self.peers, drained), partial(self._exit_unless, drained)):
                     threading.Thread(target=part, daemon=True).start()
                 drained.wait(HEAD_START)
+            threading.Thread(
+                target=self.let_go, daemon=True
+            ).start()  # it may wait for the device, until that is told to stop
             compat.abort_group(group)
         elif self._unfinished:
             compat.keep_forever(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -40,7 +41,7 @@ class Recorder(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the recordings and their memory back."""
+        """Give the recordings and their memory back; what is replayed later does nothing. From any thread."""
         ...
 
 
@@ -55,7 +56,7 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._graphs: list[_Graph] = []
         self._free_before = 0
 
     def record(self, body: Callable[[], T]) -> tuple[Recording, T]:
@@ -78,8 +79,9 @@ class CudaRecorder:
         finally:
             if collects:
                 gc.enable()
-        self._graphs.append(graph)
-        return graph, result
+        recording = _Graph(graph)
+        self._graphs.append(recording)
+        return recording, result
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """See ``Recorder.borrow``."""
@@ -94,15 +96,32 @@ class CudaRecorder:
         return max(0, self._free() - self._free_before)
 
     def close(self) -> None:
-        """See ``Recorder.close``. Waits for the device."""
-        if self._graphs:
-            torch.cuda.synchronize(self._device)
+        """See ``Recorder.close``. NCCL's end waits until no graph uses it."""
         for graph in self._graphs:
-            graph.reset()
+            graph.close()
         self._graphs.clear()
 
     def _free(self) -> int:
         return torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+
+
+class _Graph:
+    """A CUDA graph that one thread may end while another replays it."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._lock = threading.Lock()
+
+    def replay(self) -> None:
+        with self._lock:
+            if self._graph is not None:
+                self._graph.replay()
+
+    def close(self) -> None:
+        with self._lock:
+            graph, self._graph = self._graph, None
+            if graph is not None:
+                graph.reset()
 
 
 class _Bytes:

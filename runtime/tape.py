@@ -126,6 +126,7 @@ class Tapes:
         self._recorder: Recorder | None = None
         self._recordings = 0
         self._over = ""
+        executor.collectives.let_go = self.close
 
     # Forward. ---------------------------------------------------------------------------------------------------------
 
