@@ -328,7 +328,7 @@ def cannot_record(stage: int) -> None:
     for step in range(STEPS):
         same(*(plain(m, o, step) for m, o in zip(models, optimizers, strict=True)), f"losses of step {step}")
     assert models[0].report().replays == 0
-    assert said == ["the device cannot record it: operation not permitted when stream is capturing"]
+    assert said == ["the device cannot record it: operation not permitted when stream is capturing"], said
     assert runner.executor.buffers.live_bytes == 0
 
 
