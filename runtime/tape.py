@@ -187,9 +187,8 @@ class Tapes:
             raise
         except RuntimeError as error:
             self.close()
-            self.reason = self._over = (
-                f"the device cannot record it: {str(error).splitlines()[0] if str(error) else error!r}"
-            )
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            self.reason = self._over = f"the device cannot record it: {first}"
             return
         self.hidden_bytes = recorder.hidden_bytes()
 

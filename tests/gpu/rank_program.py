@@ -1,8 +1,8 @@
 """What the ranks of the GPU tests run: ``rank_program.py DEVICE BACKEND JOB...``. Rank 0 prints a line of JSON for each job.
 
 Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``fp16:STAGE``, with loss scaling; ``memory:STAGE``; ``raises``;
-``killed``. ``stage``, ``raises`` and ``killed`` take ``:peers``, for buckets of every size by the copy engines, ``:graphs``, for
-steps that are replayed, or ``:peers+graphs``.
+``killed``; ``asking``, a model that cannot be replayed. ``stage``, ``raises`` and ``killed`` take ``:peers``, for buckets of every
+size by the copy engines, ``:graphs``, for steps that are replayed, or ``:peers+graphs``.
 """
 
 from __future__ import annotations
@@ -200,6 +200,50 @@ def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
     return result
 
 
+@torch.library.custom_op("zcompile_tests::asking", mutates_args=())
+def asking(x: Tensor) -> Tensor:
+    """Doubles what a number on the host, asked of the device, says: no graph can hold that."""
+    return x * (2.0 if x.abs().max().item() >= 0 else 1.0)
+
+
+asking.register_fake(torch.empty_like)
+asking.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+class Asking(nn.Module):
+    """A model whose forward waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.last(asking(self.first(x))).square().mean()}
+
+
+def asks(device: torch.device, backend: str) -> dict[str, Any]:
+    """Losses beside those of plain PyTorch; ``cuda_graphs`` has nothing that it could replay."""
+    courses = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model: Any = Asking().to(device)
+        if compiles:
+            model = zcompile.compile(model, backend=backend, timeout=20.0, cuda_graphs=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(4, 16, device=device)
+        losses = []
+        for _ in range(6):
+            loss = model(x)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        courses.append(losses)
+    result = {"losses": courses[1], "plain": courses[0], "replays": model.report().replays}
+    zcompile.unwrap(model)
+    return result
+
+
 def fails(device: torch.device, backend: str, how: str, way: str = "") -> dict[str, Any]:
     """The last rank raises or dies in the middle of training."""
     collectives.MIN_BYTES = 0 if "peers" in way else collectives.MIN_BYTES
@@ -216,7 +260,14 @@ def fails(device: torch.device, backend: str, how: str, way: str = "") -> dict[s
 
 def run_job(job: str, device: torch.device, backend: str) -> dict[str, Any]:
     name, *options = job.split(":")
-    jobs: dict[str, Any] = {"plain": plain, "fsdp2": fsdp2, "stage": stage, "fp16": fp16, "memory": memory}
+    jobs: dict[str, Any] = {
+        "plain": plain,
+        "fsdp2": fsdp2,
+        "stage": stage,
+        "fp16": fp16,
+        "memory": memory,
+        "asking": asks,
+    }
     if name in ("raises", "killed"):
         return fails(device, backend, name, *options)
     return jobs[name](device, backend, *options)

@@ -34,7 +34,7 @@ def training_jobs(world_size: int) -> list[str]:
 def jobs(world_size: int) -> list[str]:
     """Everything that runs on so many ranks, whatever fails in between."""
     others = [f"{kind}:{stage}" for kind in ("memory", "fp16") for stage in STAGES[world_size]]
-    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *others]
+    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *others, "asking"]
 
 
 JOB_LIMIT = 60.0  # seconds for each job, compilation included, and the same again to start
@@ -139,7 +139,7 @@ def test_fp16_with_loss_scaling(results: Results, world_size: int, stage: int) -
     assert result["changed_by_skipped_steps"] == 0
 
 
-@worlds("job", lambda w: [job for job in jobs(w)[2:] if not job.startswith("fp16")])
+@worlds("job", lambda w: [job for job in jobs(w)[2:] if not job.startswith(("fp16", "asking"))])
 def test_nothing_stays_gathered_after_a_step(results: Results, world_size: int, job: str) -> None:
     assert results.of(world_size, job)["gathered_live_bytes"] == 0
 
@@ -166,6 +166,13 @@ def test_replayed_steps_train_as_issued_ones(results: Results, world_size: int, 
     assert (replayed["replays"], issued["replays"]) == (len(replayed["losses"]) - 2, 0)
     tolerance = 1e-6 if "fp32" in job else 1e-4  # attention's backward adds up in another order in each run
     assert replayed["losses"] == pytest.approx(issued["losses"], rel=tolerance)
+
+
+@worlds("job", lambda w: ["asking"])
+def test_what_cannot_be_replayed_trains(results: Results, world_size: int, job: str) -> None:
+    result = results.of(world_size, job)
+    assert result["replays"] == 0
+    assert result["losses"] == pytest.approx(result["plain"], rel=1e-5)
 
 
 @worlds("stage", STAGES.__getitem__)
