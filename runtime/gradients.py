@@ -167,9 +167,12 @@ class Gradients:
         )
 
     def wake(self, chunks: Chunks) -> bool:
-        """Let these chunks be the ones that exist; False, and nothing is done, where one of their gradients is in use."""
+        """Let these chunks be the ones that exist; False, and nothing is done, where one of their gradients is in use.
+
+        Of chunks that do not stay, ``are_held`` was false when their step began, so that only a ``.grad`` can use them.
+        """
         for index, gradient in chunks.prepared.items():
-            if self._parameters[index].grad is not None or gradient.is_held():
+            if self._parameters[index].grad is not None or (chunks.stay and gradient.is_held()):
                 return False
         for home, members in chunks.members.items():
             if all(self.prepared[index] is chunks.prepared[index] for index in members):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
-from zcompile.program import Program, Runnable, StepProgram
+from zcompile.program import Port, Program, Runnable, StepProgram
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.full import logical
@@ -68,20 +69,19 @@ class StepRunner:
         """The output leaves, and what backward needs by name."""
         program = step.forward.program
         self.agreement.event(f"forward ({step.label})", step.forward.sequence)
-        slots: list[Any] = [None] * program.num_slots
-        for port in program.inputs:
-            if port.kind == "param":
-                slots[port.slot] = self.shards.local(port.key)
-            elif port.kind == "input":
-                slots[port.slot] = inputs[port.key].detach()
-            else:
-                slots[port.slot] = constants[port.key] if port.key in constants else self.buffer_of(port.key)
-        tape = self._replayed(step, slots)
-        results = self._run(step.forward, slots) if tape is None else tape.forward.results
+        read = partial(self._read, constants, inputs)
+        tape = self._replayed(step, read)
+        if tape is None:
+            slots: list[Any] = [None] * program.num_slots
+            for port in program.inputs:
+                slots[port.slot] = read(port)
+            ports, results = program.outputs, self._run(step.forward, slots)
+        else:
+            ports, results = tape.ends, tape.forward.results
         outputs: list[Any] = [None] * step.num_outputs
         saved = SavedValues(self.executor.buffers, tape)
         copies: dict[int, Tensor] = {}
-        for port in program.outputs:
+        for port in ports:
             value = results[port.slot]
             if port.kind == "output":
                 if tape is not None:  # the next replay writes over it
@@ -93,10 +93,18 @@ class StepRunner:
                 _write_input(inputs, port.key, value)
             else:
                 (saved.kept if port.kind == "kept" else saved.values)[port.key] = value
-        saved.versions = [compat.version(v) for v in saved.values.values()]
+        saved.note_versions()
         if id(step) not in self.saved_bytes:
             self.saved_bytes[id(step)] = saved.num_bytes()
         return outputs, saved
+
+    def _read(self, constants: Mapping[str, Tensor], inputs: Sequence[Tensor], port: Port) -> Tensor:
+        """What a forward reads at a port."""
+        if port.kind == "param":
+            return self.shards.local(port.key)
+        if port.kind == "input":
+            return inputs[port.key].detach()
+        return constants[port.key] if port.key in constants else self.buffer_of(port.key)
 
     def run_backward(
         self, step: StepProgram, saved: SavedValues, tangents: Sequence[Tensor | None], keep: bool
@@ -150,7 +158,7 @@ class StepRunner:
             else:
                 slots[port.slot] = kept[port.key] if port.kind == "kept" else saved.values[port.key]
         if not keep:
-            saved.values.clear()
+            saved.values = {}
         return slots
 
     def _local(self, step: StepProgram) -> Runnable:
@@ -158,12 +166,12 @@ class StepRunner:
         with self._told():
             return step.local_backward()
 
-    def _replayed(self, step: StepProgram, slots: list[Any]) -> Tape | None:
+    def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor]) -> Tape | None:
         """The tape whose forward was replayed, if the step has one that may be."""
         if self.tapes is None or step.backward is None:
             return None
         with self._told():
-            return self.tapes.forward(step, slots)
+            return self.tapes.forward(step, read)
 
     def _run(self, runnable: Runnable, slots: list[Any]) -> list[Any]:
         with self._told(), torch.no_grad():
@@ -285,12 +293,18 @@ class SavedValues:
 
     def __init__(self, buffers: Buffers, tape: Tape | None) -> None:
         self.tape = tape
-        if tape is not None:
-            tape.lease(self)
         self.values: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
+        if tape is not None:
+            tape.lease(self)
+            self.values, self.kept = tape.values, tape.kept
         self.versions: list[int] = []
         self._buffers = buffers
+
+    def note_versions(self) -> None:
+        """Values are as the forward left them now. A tape's are nobody else's to write to."""
+        if self.tape is None:
+            self.versions = [compat.version(v) for v in self.values.values()]
 
     def num_bytes(self) -> int:
         """Bytes of the memory that the values lie in, shared memory once; kept buffers do not count."""
@@ -303,7 +317,7 @@ class SavedValues:
         Raises:
             BackwardError: an argument, buffer or output that backward reads was changed in place.
         """
-        for (name, value), version in zip(self.values.items(), self.versions, strict=True):
+        for (name, value), version in zip(self.values.items(), self.versions, strict=self.tape is None):
             if compat.version(value) != version:
                 raise BackwardError(
                     f"a tensor that backward needs ('{name}', {list(value.shape)}) has been modified by an inplace operation since "

@@ -31,8 +31,9 @@ IN_USE = (
 #: what a forward leaves for its backward
 _LEFT = ("saved", "kept")
 
-#: what a program reads where it lies, for as long as the model lives
-_FIXED = ("param", "buffer")
+
+#: gives what a program reads at a port
+Read = Callable[[Port], Tensor]
 
 
 class _Recorded:
@@ -54,21 +55,21 @@ class _Recorded:
     ) -> None:
         program = runnable.program
         self._copied = [(port, slots[port.slot]) for port in copied]
-        # held, so that nothing else comes to lie there
-        self._fixed = [(port.slot, slots[port.slot]) for port in program.inputs if port.kind in _FIXED]
+        # held, so that nothing else comes to lie there; parameters never move
+        self._buffers = [(port, slots[port.slot]) for port in program.inputs if port.kind == "buffer"]
         recorded: tuple[Recording, list[Any]] = recorder.record(partial(run, runnable, slots))
         self._recording, self.owned = recorded
         self.results = {port.slot: recorder.borrow(self.owned[port.slot]) for port in program.outputs}
         self.num_collectives = sum(type(ins) is Start for ins in program.instructions)
 
-    def holds(self, slots: Sequence[Any]) -> bool:
-        """Whether what is not copied is where it was."""
-        return all(slots[slot].data_ptr() == value.data_ptr() for slot, value in self._fixed)
+    def holds(self, read: Read) -> bool:
+        """Whether the buffers are where they were."""
+        return all(read(port).data_ptr() == value.data_ptr() for port, value in self._buffers)
 
-    def replay(self, values: Callable[[Port], Tensor]) -> None:
+    def replay(self, read: Read) -> None:
         """Run on new values of what is copied."""
         for port, place in self._copied:
-            place.copy_(values(port), non_blocking=True)
+            place.copy_(read(port), non_blocking=True)
         self._recording.replay()
 
 
@@ -77,6 +78,11 @@ class Tape:
 
     The memory of a recording is used again by the next and by the next replay, so a forward may be replayed only when nobody
     needs what the last one left: its saved values (``lease``) and the gradients of its backward.
+
+    Attributes:
+        values: what the forward leaves for a backward, by name.
+        kept: of that, gathered parameters.
+        ends: the forward's other results.
     """
 
     def __init__(self, step: StepProgram, forward: _Recorded, backward: _Recorded, chunks: Chunks) -> None:
@@ -84,6 +90,10 @@ class Tape:
         self.forward = forward
         self.backward = backward
         self.chunks = chunks
+        ports = step.forward.program.outputs
+        self.values = {port.key: forward.results[port.slot] for port in _ports(ports, "saved")}
+        self.kept = {port.key: forward.results[port.slot] for port in _ports(ports, "kept")}
+        self.ends = [port for port in ports if port.kind not in _LEFT]
         self._lease: weakref.ref[Any] = weakref.ref(self)
 
     def lease(self, holder: Any) -> None:
@@ -134,16 +144,11 @@ class Tapes:
         """Count a step that ran as it was issued, backward and all."""
         self._warm[id(step)] = self._warm.get(id(step), 0) + 1
 
-    def forward(self, step: StepProgram, slots: list[Any]) -> Tape | None:
-        """Replay a step's forward, which is recorded first if it is time to; None: it is to be issued.
-
-        Args:
-            step: the step.
-            slots: the values of its inputs.
-        """
-        self.reason = self._problem(step, slots)
+    def forward(self, step: StepProgram, read: Read) -> Tape | None:
+        """Replay a step's forward, which is recorded first if it is time to; None: it is to be issued."""
+        self.reason = self._problem(step, read)
         if not self.reason and self._tape is None:
-            self._record(step, slots)
+            self._record(step, read)
         if self.reason:
             if self._recordings or self._warm.get(id(step), 0) >= WARM_STEPS:
                 self._tell(self.reason)
@@ -152,12 +157,12 @@ class Tapes:
         assert tape is not None
         self.replays += 1
         with self._executor.collectives.replaying(tape.forward.num_collectives, f"forward ({step.label}), replayed"):
-            tape.forward.replay(lambda port: slots[port.slot])
+            tape.forward.replay(read)
         return tape
 
-    def _problem(self, step: StepProgram, slots: Sequence[Any]) -> str:
+    def _problem(self, step: StepProgram, read: Read) -> str:
         tape = self._tape
-        if tape is not None and tape.step is step and not tape.forward.holds(slots):
+        if tape is not None and tape.step is step and not tape.forward.holds(read):
             self.close()
             tape = None
         if tape is None:
@@ -170,19 +175,19 @@ class Tapes:
             shards = self._executor.shards
             if any(shards.parameter(name).grad is not None for name in step.trainable):
                 return IN_USE
-            return _unfit(step.forward.program, slots, self._executor.buffers.device)
+            return _unfit(step.forward.program, read, self._executor.buffers.device)
         if tape.step is not step:
             return "another signature is recorded"
         return "" if tape.is_free() else IN_USE
 
     # Recording. -------------------------------------------------------------------------------------------------------
 
-    def _record(self, step: StepProgram, slots: list[Any]) -> None:
+    def _record(self, step: StepProgram, read: Read) -> None:
         self._recordings += 1
         recorder = self._recorder = self._make()
         try:
             with self._executor.recording():
-                self._tape = self._recorded(recorder, step, slots)
+                self._tape = self._recorded(recorder, step, read)
         except RankError:
             raise
         except RuntimeError as error:
@@ -192,7 +197,7 @@ class Tapes:
             return
         self.hidden_bytes = recorder.hidden_bytes()
 
-    def _recorded(self, recorder: Recorder, step: StepProgram, slots: list[Any]) -> Tape:
+    def _recorded(self, recorder: Recorder, step: StepProgram, read: Read) -> Tape:
         executor, backward = self._executor, step.backward
         assert backward is not None
 
@@ -206,12 +211,9 @@ class Tapes:
             return values
 
         inputs = _ports(step.forward.program.inputs, "input")
-        values = list(slots)
-        for port in inputs:
-            given = slots[port.slot]
-            values[port.slot] = torch.empty_strided(
-                given.shape, given.stride(), dtype=given.dtype, device=given.device
-            ).copy_(given)
+        values: list[Any] = [None] * step.forward.program.num_slots
+        for port in step.forward.program.inputs:
+            values[port.slot] = _fresh(read(port)) if port in inputs else read(port)
         forward = _Recorded(recorder, step.forward, values, inputs, run)
         outputs = step.forward.program.outputs
         left = {(port.kind, port.key): forward.owned[port.slot] for port in outputs if port.kind in _LEFT}
@@ -268,10 +270,15 @@ def _ports(ports: Sequence[Port], kind: str) -> list[Port]:
     return [port for port in ports if port.kind == kind]
 
 
-def _unfit(program: Program, slots: Sequence[Any], device: torch.device) -> str:
+def _fresh(tensor: Tensor) -> Tensor:
+    """The same values and strides in other memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _unfit(program: Program, read: Read, device: torch.device) -> str:
     """Why a program's inputs cannot be put into memory of our own; empty if they can."""
     for port in program.inputs:
-        value: Tensor = slots[port.slot]
+        value = read(port)
         if value.device != device:
             return f"{port.kind} {port.key} is on {value.device}"
         if port.kind == "input" and any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
