@@ -42,9 +42,9 @@ class Ranks(Protocol):
 
 
 class Pending:
-    """Collectives that were started and not yet waited for."""
+    """Collectives that were started and not yet waited for; ``works`` end in the order in which those of one ``lane`` started."""
 
-    __slots__ = ("_collectives", "_finish", "_kept", "_works", "description", "number")
+    __slots__ = ("_collectives", "_finish", "_kept", "description", "lane", "number", "works")
 
     def __init__(
         self,
@@ -54,9 +54,11 @@ class Pending:
         kept: Any = None,
         description: str = "",
         number: int = 0,
+        lane: str = "group",
     ) -> None:
         self._collectives = collectives
-        self._works = works
+        self.works = works
+        self.lane = lane
         self._finish = finish
         self._kept = kept  # tensors that must live until the wait
         self.description = description
@@ -73,10 +75,10 @@ class Pending:
         """
         if self._collectives is None:
             return
-        self._collectives._finish(self, self._works, description or self.description)
+        self._collectives._finish(self, self.works, description or self.description)
         if self._finish is not None:
             self._finish()
-        self._collectives, self._works, self._finish, self._kept = None, (), None, None
+        self._collectives, self.works, self._finish, self._kept = None, (), None, None
 
 
 #: what one rank alone starts
@@ -284,7 +286,7 @@ class Collectives:
         self._unfinished += 1
         if not self._on_host and works and not self._records:
             self._watch(lane, number, works[-1], description)
-        return Pending(self, works, finish, kept, description, number)
+        return Pending(self, works, finish, kept, description, number, lane)
 
     def _finish(self, pending: Pending, works: Sequence[Any], description: str) -> None:
         if not self._on_host:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zcompile.errors import RegionError
-from zcompile.program import Call, Program, Release, Start, TensorType, Wait
+from zcompile.program import Call, Instruction, Program, Release, Start, TensorType, Wait
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives, Pending
@@ -18,6 +18,23 @@ from zcompile.runtime.shards import ParameterShards
 
 #: takes a list of tensors, which it may clear, and returns results
 Body = Callable[[list[Tensor]], Sequence[Any]]
+
+
+class Observer(Protocol):
+    """Looks on while programs run."""
+
+    def watch(
+        self, program: Program, first: bool, slots: list[Any], pending: Mapping[int, Any]
+    ) -> Iterable[Instruction]:
+        """Yield a program's instructions one by one: each is done when the next is asked for.
+
+        Args:
+            program: what runs.
+            first: it has not run before.
+            slots: its slot table.
+            pending: what it started and did not wait for, by ticket.
+        """
+        ...
 
 
 class Executor:
@@ -31,6 +48,7 @@ class Executor:
 
     Attributes:
         takes_local: whether reductions of the next program take them along.
+        observer: is told of every instruction; None: programs run unobserved.
     """
 
     def __init__(
@@ -41,6 +59,7 @@ class Executor:
         self.buffers = buffers
         self.accumulation = accumulation
         self.takes_local = True
+        self.observer: Observer | None = None
         self._checked: set[int] = set()
 
     def run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> list[Any]:
@@ -57,7 +76,10 @@ class Executor:
         pending: dict[int, Pending] = {}
         first = id(program) not in self._checked  # programs live as long as their captures, which outlive this executor
         self._checked.add(id(program))
-        for ins in program.instructions:
+        instructions: Iterable[Instruction] = program.instructions
+        if self.observer is not None:
+            instructions = self.observer.watch(program, first, slots, pending)
+        for ins in instructions:
             if type(ins) is Call:
                 args = [slots[i] for i in ins.inputs]
                 for i in ins.frees:

@@ -121,12 +121,14 @@ class Tapes:
         replays: steps whose forward was replayed.
         reason: why the latest step was not; empty when it was.
         hidden_bytes: memory of the recordings that the allocator counts as free.
+        paused: why no step is replayed for now; empty: they are.
     """
 
     def __init__(self, executor: Executor, make: Callable[[], Recorder], say: Callable[[str], None]) -> None:
         self.replays = 0
         self.reason = ""
         self.hidden_bytes = 0
+        self.paused = ""
         self._executor = executor
         self._make = make
         self._say = say
@@ -161,6 +163,8 @@ class Tapes:
         return tape
 
     def _problem(self, step: StepProgram, read: Read) -> str:
+        if self.paused:
+            return self.paused
         tape = self._tape
         if tape is not None and tape.step is step and not tape.forward.holds(read):
             self.close()

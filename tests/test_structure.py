@@ -63,6 +63,7 @@ TOP = frozenset(
         "module",
         "modules",
         "optim",
+        "profiling",
         "progress",
         "out_of_memory",
         "report",

@@ -9,6 +9,7 @@ from zcompile.export import export_safetensors
 from zcompile.launch import initialize
 from zcompile.module import CompiledModule, unwrap
 from zcompile.planner.plan import Plan
+from zcompile.profiling.profile import Profile
 from zcompile.runtime import optimizer as optim
 from zcompile.runtime.scaler import GradScaler
 from zcompile.weights import load_safetensors
@@ -21,6 +22,7 @@ __all__ = [
     "GradScaler",
     "Loaded",
     "Plan",
+    "Profile",
     "ZCompileError",
     "__version__",
     "compile",

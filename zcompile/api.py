@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from zcompile.planner.hardware import Hardware
 from zcompile.planner.hardware import hardware as find_hardware
 from zcompile.planner.plan import Plan
 from zcompile.planner.request import Request
+from zcompile.profiling.profile import Profile
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import adopt, install, sync_buffers
 from zcompile.runtime.buffers import Buffers
@@ -186,6 +187,7 @@ def plan(
     differentiable: Sequence[str | int] | None = None,
     verify: str = "fast",
     advise: bool = True,
+    measured: Profile | Mapping[str, float] | None = None,
 ) -> Plan:
     """What training a model would take on each of ``world_size`` ranks: memory at every moment, time, what limits it.
 
@@ -202,6 +204,8 @@ def plan(
         hardware: the machine: a known name, the path of a JSON file, or a description.
         optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
         advise: also plan changes that could make it fit or go faster; at most about 20 seconds more.
+        measured: what ``model.profile()`` measured, or its ``region_times()``: device times of regions instead of computed ones.
+            Regions that it does not have are computed and scaled as the others turned out.
 
     Raises:
         ConfigError: options that have no meaning.
@@ -223,7 +227,8 @@ def plan(
     )
     if config.recompute is not None and config.recompute_mode is None:
         raise ConfigError(f"recompute is {recompute!r}, a budget, which compile takes; plan 'full' or 'selective'")
-    request = Request(type(model).__name__, model, example_inputs, find_hardware(hardware), optimizer)
+    times = measured.region_times() if isinstance(measured, Profile) else measured
+    request = Request(type(model).__name__, model, example_inputs, find_hardware(hardware), optimizer, measured=times)
     return request.plan(config, world_size, advise=advise)
 
 

@@ -49,6 +49,10 @@ class PlanError(ZCompileError, ValueError):
     """A plan that cannot be made: a model, hardware or size that is unknown or has no meaning."""
 
 
+class ProfileError(ZCompileError, RuntimeError):
+    """A profile that is asked for what it has not measured yet, or that cannot be taken now."""
+
+
 class OptimizerError(ZCompileError, ValueError):
     """An optimizer that would give wrong results on sharded parameters."""
 

@@ -18,6 +18,7 @@ from zcompile.ir.graph import Step
 from zcompile.pipeline import History, Pipeline
 from zcompile.planner.memory import Memory
 from zcompile.planner.walk import predict
+from zcompile.profiling.profile import Profile
 from zcompile.report import DeviceMemory, Report, optimizer_bytes, optimizer_kind, state_bytes
 from zcompile.runtime import norm, state
 from zcompile.runtime.checkpoint.saving import Checkpoints
@@ -316,6 +317,17 @@ class CompiledModule(nn.Module):
             device=DeviceMemory.of(runner.shards.mesh.device),
             predicted=None if latest is None else self._predicted(latest.graphs, optimizer),
         )
+
+    def profile(self, steps: int = 3) -> Profile:
+        """Measure coming training steps of this rank: where their time goes, what memory they hold, and what to do about it.
+
+        One step more before them shows memory. Read the result when it is ``done``; also a context, whose end ends it.
+
+        Raises:
+            ConfigError: fewer steps than one.
+            ProfileError: another profile is being taken.
+        """
+        return Profile.take(self._session, steps)
 
     def _predicted(self, graphs: Graphs, optimizer: Optimizer | None) -> Memory:
         """What planning says about the graphs that run."""

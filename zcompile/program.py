@@ -107,6 +107,7 @@ class Program:
         inputs: where each value comes from.
         instructions: in order.
         outputs: what is returned, in order.
+        nodes: of each instruction, its node in the graph: what plans call it.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Program:
     inputs: tuple[Port, ...]
     instructions: tuple[Instruction, ...]
     outputs: tuple[Port, ...]
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from zcompile.lower.finite import Watch
 from zcompile.pipeline import Dump, Pipeline
 from zcompile.planner.budget import fit
 from zcompile.planner.memory import Setup
+from zcompile.program import StepProgram
 from zcompile.runtime.step import StepRunner
 from zcompile.verify.verifier import Verifier
 
@@ -64,6 +65,10 @@ class Session:
     def num_captures(self) -> int:
         """How many captures there are."""
         return len(self._built)
+
+    def built(self, program: StepProgram) -> Built | None:
+        """The capture that a program comes from."""
+        return next((built for built in self._built.values() if built.program is program), None)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model: ``model(*args, **kwargs)``."""

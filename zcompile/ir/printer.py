@@ -65,6 +65,12 @@ def print_graph(graph: Graph) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def print_region(region: Region) -> str:
+    """The text of a region, without a newline at the end."""
+    devices = [t.device.type for node in region.fx.nodes for t in tensors(meta.value(node))]
+    return "\n".join(_region(region, next((d for d in devices if d != "cpu"), "cpu")))
+
+
 def print_node(node: fx.Node, device: str = "cpu") -> str:
     """The line of one node of a graph, without indentation; a node with several results shows its own name.
 

@@ -65,7 +65,7 @@ class _Lowering:
         self.grads = self._grad_of_result()
 
     def run(self) -> Program:
-        inputs = []
+        inputs, nodes = [], []
         for node in self.graph.inputs:
             origin = meta.origin(node)
             assert origin is not None
@@ -83,12 +83,15 @@ class _Lowering:
                 raise PassError(
                     f"node '{node.name}' computes outside of every region; end the pipeline's ZeRO passes with 'outline'"
                 )
+            nodes += [node.name] * (len(self.instructions) - len(nodes))
         read: set[fx.Node] = set(self.graph.inputs)
         outputs = []
         for node, role in self.graph.outputs:
             outputs.append(Port(_KINDS[type(role)], _key(role), self._slot(node), shared=node in read))
             read.add(node)
-        return Program(self.graph.name, self.num_slots, tuple(inputs), tuple(self.instructions), tuple(outputs))
+        return Program(
+            self.graph.name, self.num_slots, tuple(inputs), tuple(self.instructions), tuple(outputs), tuple(nodes)
+        )
 
     def _slot(self, node: fx.Node) -> int:
         if node not in self.slots:

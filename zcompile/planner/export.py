@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,28 +98,75 @@ def _advice(advice: Any) -> dict[str, Any]:
     return {**asdict(advice), "options": dict(advice.options)}
 
 
+class Slice(NamedTuple):
+    """Something on a stream of a trace.
+
+    Attributes:
+        name: what is shown.
+        stream: the row.
+        kind: its category.
+        start_us: from the begin of the trace.
+        end_us: from the begin of the trace.
+        args: what a click on it shows.
+    """
+
+    name: str
+    stream: str
+    kind: str
+    start_us: float
+    end_us: float
+    args: dict[str, Any]
+
+
 def trace_events(plan: Plan) -> dict[str, Any]:
-    """Events in the JSON format of Chrome's tracing: one thread a stream, memory by category as counters (MiB)."""
-    streams = list(dict.fromkeys(event.stream for event in plan.timeline.events))
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"{plan.model}, one of {plan.world_size} ranks"}}
-    ]
+    """A plan as ``chrome_trace``: one row a stream, memory by category as counters (MiB)."""
+    slices = (
+        Slice(
+            e.name,
+            e.stream,
+            e.kind,
+            e.start_us,
+            e.end_us,
+            {"phase": e.phase, "bytes": e.bytes, "slack_us": e.slack_us},
+        )
+        for e in plan.timeline.events
+    )
+    memory = (
+        (point.time_us, {name: num_bytes / 2**20 for name, num_bytes in zip(CATEGORIES, point.categories, strict=True)})
+        for point in memory_points(plan)
+    )
+    return chrome_trace(f"{plan.model}, one of {plan.world_size} ranks", slices, memory)
+
+
+def chrome_trace(
+    process: str, slices: Iterable[Slice], memory: Iterable[tuple[float, Mapping[str, float]]], rank: int = 0
+) -> dict[str, Any]:
+    """Events in the JSON format of Chrome's tracing, which Perfetto reads.
+
+    Args:
+        process: what the rows belong to.
+        slices: what is on them.
+        memory: counters in MiB by time.
+        rank: traces of several ranks can be joined.
+    """
+    slices = list(slices)
+    streams = list(dict.fromkeys(s.stream for s in slices))
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": rank, "name": "process_name", "args": {"name": process}}]
     for thread, stream in enumerate(streams):
-        events.append({"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": stream}})
-    for event in plan.timeline.events:
+        events.append({"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": stream}})
+    for s in slices:
         events.append(
             {
                 "ph": "X",
-                "pid": 0,
-                "tid": streams.index(event.stream),
-                "name": event.name,
-                "cat": event.kind,
-                "ts": event.start_us,
-                "dur": event.end_us - event.start_us,
-                "args": {"phase": event.phase, "bytes": event.bytes, "slack_us": event.slack_us},
+                "pid": rank,
+                "tid": streams.index(s.stream),
+                "name": s.name,
+                "cat": s.kind,
+                "ts": s.start_us,
+                "dur": s.end_us - s.start_us,
+                "args": s.args,
             }
         )
-    for point in memory_points(plan):
-        mib = {name: num_bytes / 2**20 for name, num_bytes in zip(CATEGORIES, point.categories, strict=True)}
-        events.append({"ph": "C", "pid": 0, "name": "memory, MiB", "ts": point.time_us, "args": mib})
+    for time_us, mib in memory:
+        events.append({"ph": "C", "pid": rank, "name": "memory, MiB", "ts": time_us, "args": dict(mib)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

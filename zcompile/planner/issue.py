@@ -9,6 +9,7 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.analysis.cost import region_kernels
+from zcompile.analysis.structure import region_key
 from zcompile.errors import PlanError
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Kept, Origin, Output, Region, Role, Saved, Step, Tangent
@@ -33,17 +34,50 @@ class Costs:
     Args:
         hardware: the machine.
         region_us: measured device times of regions by name, instead of computed ones.
+        measured: the same by structure, as ``profile.region_times()`` gives them.
+        scale: what computed times are multiplied with.
     """
 
     hardware: Hardware
     region_us: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
     _known: dict[str, RegionCost] = field(default_factory=dict)
+
+    @classmethod
+    def measured_in(cls, step: Step, hardware: Hardware, measured: Mapping[str, float]) -> Costs:
+        """Costs by measured times of regions. Those that were not measured take what is computed for them, times the ratio of
+        measured and computed times of the others.
+
+        Args:
+            step: the step that was measured, or one that shares regions with it.
+            hardware: the machine.
+            measured: microseconds of regions by structure.
+
+        Raises:
+            PlanError: no region of the step was measured.
+        """
+        computed, seen = cls(hardware), [0.0, 0.0]
+        for region in (region for graph in step.graphs for region in graph.regions.values()):
+            us = measured.get(region_key(region))
+            if us is not None:
+                seen = [seen[0] + us, seen[1] + computed.region(region).device_us]
+        if not seen[1]:
+            raise PlanError(
+                f"measured has {len(measured)} regions and none of them is in the step that is planned; measure the same model with "
+                "the same precision, recomputation and batch, or leave measured out"
+            )
+        return cls(hardware, measured=measured, scale=seen[0] / seen[1])
 
     def region(self, region: Region) -> RegionCost:
         """What a call of a region takes."""
         if region.name not in self._known:
             kernels = region_kernels(region)
-            us = self.region_us.get(region.name, sum(rates.kernel_us(k, self.hardware) for k in kernels))
+            us = self.region_us.get(region.name)
+            if us is None and self.measured:
+                us = self.measured.get(region_key(region))
+            if us is None:
+                us = self.scale * sum(rates.kernel_us(k, self.hardware) for k in kernels)
             self._known[region.name] = RegionCost(us, len(kernels), sum(k.cost.num_bytes for k in kernels))
         return self._known[region.name]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from zcompile.planner import states
 from zcompile.planner.advice import advise as with_advice
 from zcompile.planner.advice import with_batch
 from zcompile.planner.hardware import Hardware
+from zcompile.planner.issue import Costs
 from zcompile.planner.plan import Plan, make
 from zcompile.planner.trace import Traced, trace_with
 
@@ -29,6 +31,7 @@ class Request:
         hardware: the machine.
         optimizer: one of ``states.OPTIMIZERS``.
         notes: what a reader should know about the model.
+        measured: times of regions by structure, as ``profile.region_times()`` gives them; None: all are computed.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Request:
     hardware: Hardware
     optimizer: str = "adamw"
     notes: tuple[str, ...] = ()
+    measured: Mapping[str, float] | None = None
 
     def plan(self, config: Config, world_size: int, *, advise: bool = True) -> Plan:
         """The plan with these options; ``advise`` also plans what could make it better.
@@ -49,7 +53,15 @@ class Request:
         start = time.process_time()
         traced = trace_with(self.module, self.inputs, config, world_size)
         capture_s = time.process_time() - start
-        plan = self._make(traced, self.inputs)
+        costs = None if self.measured is None else Costs.measured_in(traced.step, self.hardware, self.measured)
+
+        def make_plan(traced: Traced, inputs: Any) -> Plan:
+            shared = costs and dataclasses.replace(costs, _known={})
+            return make(
+                self.name, traced, self.hardware, inputs, optimizer=self.optimizer, costs=shared, notes=self.notes
+            )
+
+        plan = make_plan(traced, self.inputs)
         if not advise:
             return plan
 
@@ -57,12 +69,9 @@ class Request:
             rest = dict(options)
             rows, world = rest.pop("example_inputs", None), rest.pop("world_size", world_size)
             if rows is None:
-                return self._make(traced.at(world_size=world, **rest), self.inputs)
+                return make_plan(traced.at(world_size=world, **rest), self.inputs)
             inputs = with_batch(self.inputs, rows)
             other = trace_with(self.module, inputs, dataclasses.replace(config, **rest), world)
-            return self._make(other, inputs)
+            return make_plan(other, inputs)
 
         return with_advice(plan, replan, capture_s=capture_s)
-
-    def _make(self, traced: Traced, inputs: Any) -> Plan:
-        return make(self.name, traced, self.hardware, inputs, optimizer=self.optimizer, notes=self.notes)

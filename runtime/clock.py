@@ -1,0 +1,122 @@
+"""Moments of the host and of the device on one axis of time, in microseconds, without waiting for the device while it works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+#: a moment that the device reaches so soon after the host asked for it found an idle device (launch latency, and the error of
+#: bringing both clocks together)
+AT_ONCE_US = 30.0
+
+
+def host_us() -> float:
+    """Now, on the host."""
+    return time.perf_counter_ns() * 1e-3
+
+
+class Mark:
+    """One moment: when the host came by, and when the device did.
+
+    Attributes:
+        host_us: on the host's clock.
+        device_us: on the same axis; the host's own where nothing else is known.
+    """
+
+    __slots__ = ("device_us", "event", "host_us")
+
+    def __init__(self, at_us: float, event: Any = None) -> None:
+        self.host_us = self.device_us = at_us
+        self.event = event
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the device had nothing left to do here: on the CPU, which is the host, always."""
+        return self.device_us - self.host_us < AT_ONCE_US
+
+
+class HostClock:
+    """For the CPU: the host computes."""
+
+    on_host = True
+
+    def begin(self) -> None:
+        """Get ready; may wait for the device."""
+
+    def mark(self) -> Mark:
+        """Here and now."""
+        return Mark(host_us())
+
+    def follow(self, lane: str, works: Sequence[Any]) -> Mark | None:
+        """The end of collectives, if the device can tell; else they are to be asked with ``is_done``."""
+        return None
+
+    def read(self, marks: Iterable[Mark]) -> None:
+        """Find out when the device came by; waits for it."""
+
+
+class DeviceClock:
+    """For a GPU: CUDA events on the current stream.
+
+    Collectives run in streams that are not ours (NCCL's, the lanes of the copy engines). Their ends are seen by a stream of the
+    clock for each lane, which waits for them and then records an event: the stream that computes does not wait.
+    """
+
+    on_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lanes: dict[str, torch.cuda.Stream] = {}
+        self._anchor = self._event()
+        self._anchor_us = 0.0
+
+    def begin(self) -> None:
+        """Bring both clocks together; waits for the device."""
+        torch.cuda.synchronize(self._device)
+        before = host_us()
+        self._anchor = self._event()
+        self._anchor.record(torch.cuda.current_stream(self._device))
+        self._anchor.synchronize()
+        self._anchor_us = (before + host_us()) / 2
+
+    def mark(self) -> Mark:
+        """Here in the current stream."""
+        mark = Mark(host_us(), self._event())
+        mark.event.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def follow(self, lane: str, works: Sequence[Any]) -> Mark | None:
+        """The end of collectives of one lane, which end in the order of their start."""
+        if not works:
+            return None
+        if lane not in self._lanes:
+            self._lanes[lane] = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._lanes[lane]):
+            for work in works:
+                work.wait()
+            return self.mark()
+
+    def read(self, marks: Iterable[Mark]) -> None:
+        """Find out when the device came by; waits for it."""
+        torch.cuda.synchronize(self._device)
+        for mark in marks:
+            if mark.event is not None:
+                mark.device_us = self._anchor_us + 1e3 * self._anchor.elapsed_time(mark.event)
+                mark.event = None
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+
+def clock_of(device: torch.device) -> HostClock | DeviceClock:
+    """The clock of a device."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
+
+
+def is_done(works: Sequence[Any]) -> bool:
+    """Whether collectives have ended; asks, and does not wait."""
+    return all(work.is_completed() for work in works)
