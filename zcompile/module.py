@@ -258,6 +258,17 @@ class CompiledModule(nn.Module):
 
     # Full parameters. -------------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """End the model without gathering its weights, so that its memory goes with the last reference. Collective.
+
+        Also after an error, when every rank comes here. ``zcompile.unwrap`` ends a model and gives its weights back.
+        """
+        runner = self._session.runner
+        self._checkpoints.settle()
+        for parameter in runner.shards.parameters:
+            vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
+        leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
+
     @contextlib.contextmanager
     def unsharded(self, modifier_rank: int | None = 0) -> Iterator[nn.Module]:
         """``model.original`` has full parameters inside, to read, or to change in place on ``modifier_rank``. Collective.
@@ -350,14 +361,12 @@ def _explained(method: Any) -> Any:
 
 def unwrap(model: CompiledModule) -> nn.Module:
     """End a compiled model: the eager module with full plain parameters. Collective; the compiled module is unusable then."""
-    runner = model._session.runner
+    shards = model._session.runner.shards
     model._checkpoints.settle()
     model._announce("unwrap")
-    if runner.shards.mesh.is_distributed:
-        put_full(model.original, runner.shards)
-    for parameter in runner.shards.parameters:
-        vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
-    leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
+    if shards.mesh.is_distributed:
+        put_full(model.original, shards)
+    model.close()
     return model.original
 
 
