@@ -265,15 +265,16 @@ def worst(errors: list[str]) -> str:
     return "out of memory" if "out of memory" in errors else (own or errors)[0]
 
 
-def show(result: dict[str, Any]) -> None:
-    print("RESULT " + json.dumps(result), flush=True)
+def say(line: str) -> None:
+    """A line of its own, whatever other ranks have begun to print."""
+    print(f"\n{line}", flush=True)
 
 
 def run(row: Row, here: Here) -> None:
     """Measure a row on all ranks, or the limit on one while the others wait."""
     result = attempt(row, here) if row.system != "single" or here.rank == 0 else {}
     if result.get("ends"):  # the others may wait on the device for what never comes
-        show(result)
+        say("RESULT " + json.dumps(result))
         sys.stderr.flush()
         os._exit(1)
     if row.system == "single" and "error" not in result and here.rank == 0:
@@ -281,7 +282,7 @@ def run(row: Row, here: Here) -> None:
         result["copy_bytes_per_s"] = copy_bandwidth(here.device, 2**32 if here.device.type == "cuda" else 2**24)
     errors = [each["error"] for each in here.meet(result) if "error" in each]
     if here.rank == 0:
-        show(result | ({"error": worst(errors)} if errors else {}))
+        say("RESULT " + json.dumps(result | ({"error": worst(errors)} if errors else {})))
 
 
 def describe_machine(path: str, here: Here) -> None:
@@ -303,7 +304,7 @@ def main() -> None:
     here = Here.start(args.device)
     here.meet(None)
     if here.rank == 0:
-        print("READY", flush=True)
+        say("READY")
     if args.calibrate:
         describe_machine(args.calibrate, here)
     torch.set_float32_matmul_precision("high")

@@ -68,8 +68,10 @@ def compare(rows: list[dict[str, Any]], nproc: int) -> None:
 
 
 def said(row: dict[str, Any]) -> str:
-    """What a row came to, in a few words."""
-    return f"{row['error'] if 'error' in row else format(row['step_ms'], '.1f') + ' ms'} ({row['seconds']:.0f} s)"
+    """What a row came to, in a few words; on a GPU with what the device held before it, beside torch's allocator."""
+    text = row["error"] if "error" in row else f"{row['step_ms']:.1f} ms"
+    outside = f", {row['outside_gib']:.1f} GiB outside of torch before" if "outside_gib" in row else ""
+    return f"{text} ({row['seconds']:.0f} s{outside})"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
