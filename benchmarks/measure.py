@@ -261,7 +261,7 @@ def describe(error: Exception) -> str:
 
 def worst(errors: list[str]) -> str:
     """The error that the others follow from."""
-    own = [error for error in errors if not error.startswith("RankError")]
+    own = [error for error in errors if not error.startswith("Rank")]
     return "out of memory" if "out of memory" in errors else (own or errors)[0]
 
 

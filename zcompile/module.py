@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zcompile import compat
 from zcompile.config import Config
-from zcompile.errors import ConfigError, ShardingError, StateError
+from zcompile.errors import ConfigError, RankError, ShardingError, StateError
 from zcompile.ir.graph import Step
 from zcompile.pipeline import History, Pipeline
 from zcompile.planner.memory import Memory
@@ -264,7 +264,11 @@ class CompiledModule(nn.Module):
         Also after an error, when every rank comes here. ``zcompile.unwrap`` ends a model and gives its weights back.
         """
         runner = self._session.runner
+        if runner.agreement.is_closed:
+            return
         self._checkpoints.settle()
+        with contextlib.suppress(RankError):  # after an error ranks need not agree any more
+            self._announce("close")  # nothing of another rank is in flight then
         for parameter in runner.shards.parameters:
             vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
         leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
