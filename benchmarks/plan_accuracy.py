@@ -67,7 +67,7 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     for size in options.sizes.split(","):
         too_large = train_step.TOO_LARGE.get(size, ())
         for part, batch in (("own", None), ("second", 2 * SIZES[size].micro_batch)):
-            for system in SYSTEMS if part in parts else ():
+            for system in SYSTEMS:
                 if system in stages:
                     found["large" if system in too_large else part].append(Row(system, size, batch))
                 elif is_peer(system) and options.peers and part == "own" and system not in too_large:
@@ -221,7 +221,7 @@ def write(options: argparse.Namespace, known: dict[tuple[Any, ...], dict[str, An
         Path(path).write_text(json.dumps(list(known.values()), indent=1))
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", help="the machine of the predictions; default: what --calibrate wrote, else h200")
     parser.add_argument("--calibrate", metavar="FILE", help="describe the machine that measures, before the first row")
@@ -243,11 +243,16 @@ def main() -> int:
     parser.add_argument(
         "--json", metavar="FILE", help="write what was measured here after every row, and what it was compared with"
     )
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended too
+    options = parser.parse_args(arguments)
     for name, given, there in (("sizes", options.sizes, SIZES), ("rows", options.rows, PARTS)):
         if unknown := [each for each in given.split(",") if each not in there]:
             parser.error(f"--{name} has {', '.join(unknown)}; there are {', '.join(there)}")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended too
     wanted = rows_of(options)
     files = ",".join(filter(None, [options.measured, options.compare]))
     known = measured_before(files.split(",") if files else [], options.nproc)

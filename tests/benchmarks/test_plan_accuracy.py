@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_accuracy import key, measured_before, rank_correlation
+from benchmarks.plan_accuracy import key, measured_before, parse, rank_correlation, rows_of
+from benchmarks.rows import Row
 from tests.benchmarks.test_smoke import run
 
 
@@ -29,6 +30,18 @@ def test_pairs_within_the_noise_do_not_count() -> None:
     assert rank_correlation(predicted, measured, [0.0, 0.0, 0.5, 0.0]) == pytest.approx(1.0)
     assert rank_correlation(predicted[::-1], measured, [0.0, 0.0, 0.5, 0.0]) == pytest.approx(-1.0)
     assert math.isnan(rank_correlation(predicted, measured, [100.0] * 4))
+
+
+def test_the_most_valuable_rows_come_first() -> None:
+    rows = rows_of(parse(["--peers"]))
+    assert len({key(vars(row)) for row in rows}) == len(rows), "none is measured twice"
+    own = [row for row in rows if row.micro_batch is None and row.policy is None]
+    assert rows[: len(own) - 1] == own[:-1], "every system of every size, and then other micro-batches and schedules"
+    assert [row.size for row in own] == ["1.1B"] * 7 + ["0.19B"] * 7 + ["8B"] * 6
+    assert [str(row) for row in rows[-2:]] == ["8B zc0", "8B zc0 micro-batch=2"], "what may not fit comes last"
+    assert sum(row.policy is not None for row in rows) >= 8
+    part = rows_of(parse(["--rows", "large", "--sizes", "8B", "--steps", "3", "--backend", "eager"]))
+    assert part == [Row("zc0", "8B", batch, backend="eager", steps=3) for batch in (None, 2)]
 
 
 def test_only_rows_that_ran_as_predicted_are_taken(tmp_path: Path) -> None:
