@@ -32,6 +32,8 @@ from benchmarks.systems import SYSTEMS, Options, Trainee, batch
 WARMUP = 3
 #: steps on an idle device that the host's time is measured over, at most
 HOST_STEPS = 5
+#: bytes that ranks say to each other when they meet
+MAX_TEXT = 400
 GIB = 2.0**30
 
 
@@ -145,11 +147,13 @@ class Here:
         meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=1))
         return cls(dist.get_rank(), dist.get_world_size(), device, meeting)
 
-    def meet(self, value: Any) -> list[Any]:
-        """Wait for all ranks, and have the value of each."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.meeting)
-        return values
+    def meet(self, text: str = "") -> list[str]:
+        """Wait for all ranks, and have what each says."""
+        said = text.encode()[:MAX_TEXT].ljust(MAX_TEXT, b"\0")
+        mine = torch.tensor(list(said), dtype=torch.uint8)  # all_gather_object would need numpy
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self.meeting)
+        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
 
     def give_back(self) -> dict[str, float]:
         """Free what nobody has any more; says what is still there, in torch's allocator and on the device beside it."""
@@ -280,7 +284,7 @@ def run(row: Row, here: Here) -> None:
     if row.system == "single" and "error" not in result and here.rank == 0:
         here.give_back()
         result["copy_bytes_per_s"] = copy_bandwidth(here.device, 2**32 if here.device.type == "cuda" else 2**24)
-    errors = [each["error"] for each in here.meet(result) if "error" in each]
+    errors = [error for error in here.meet(result.get("error", "")) if error]
     if here.rank == 0:
         say("RESULT " + json.dumps(result | ({"error": worst(errors)} if errors else {})))
 
@@ -302,7 +306,7 @@ def main() -> None:
     parser.add_argument("--calibrate", metavar="FILE", help="first describe this machine, as zcompile's doctor does")
     args = parser.parse_args()
     here = Here.start(args.device)
-    here.meet(None)
+    here.meet()
     if here.rank == 0:
         say("READY")
     if args.calibrate:
