@@ -190,6 +190,7 @@ def attempt(row: Row, here: Here) -> dict[str, Any]:
             policy=row.policy,
             reduce=row.reduce,
             recompute=row.recompute,
+            others=row.options,
         )
         begin = time.perf_counter()
         trainee = SYSTEMS[row.system](options)

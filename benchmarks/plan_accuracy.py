@@ -92,7 +92,9 @@ def measured_before(paths: Iterable[str], nproc: int) -> dict[tuple[Any, ...], d
     found = {}
     for path in paths:
         for row in json.loads(Path(path).read_text()):
-            as_here = row.get("clip") is None and row.get("recompute") is None and row.get("dtype", "bf16") == "bf16"
+            as_here = (
+                not any(row.get(n) for n in ("clip", "recompute", "options")) and row.get("dtype", "bf16") == "bf16"
+            )
             of_all = row.get("world_size", nproc) == nproc or row["system"] == "single"
             reduced = row.get("reduce", "fp32") == "fp32" or is_peer(row["system"])
             if as_here and of_all and reduced and row.get("error", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY):

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Row:
         reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
         backend: of compiled systems; ``eager`` leaves compilation out.
         steps: how many are timed.
+        options: further ones of ``zcompile.compile``, by name.
     """
 
     system: str
@@ -56,10 +57,16 @@ class Row:
     reduce: str = "fp32"
     backend: str = "inductor"
     steps: int = 20
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Size, system and what differs in the model or its schedule."""
-        chosen = [("micro-batch", self.micro_batch), ("policy", self.policy), ("recompute", self.recompute)]
+        chosen: list[tuple[str, Any]] = [
+            ("micro-batch", self.micro_batch),
+            ("policy", self.policy),
+            ("recompute", self.recompute),
+        ]
+        chosen += self.options.items()
         return " ".join([self.size, self.system, *(f"{name}={value}" for name, value in chosen if value is not None)])
 
     @property

@@ -26,6 +26,7 @@ class Options:
         policy: zcompile's; None is its default.
         reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
         recompute: zcompile's, or ``full`` for checkpointed blocks in the others; None saves what backward needs.
+        others: further options of ``zcompile.compile``.
     """
 
     size: Size
@@ -37,6 +38,7 @@ class Options:
     reduce: str = "fp32"
     recompute: str | None = None
     keep: bool = False
+    others: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -143,7 +145,9 @@ def zcompile_stage(options: Options, *, stage: int) -> Trainee:
     import zcompile
 
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}[options.dtype]
-    extra: dict[str, Any] = {} if options.policy is None else {"policy": options.policy}
+    extra: dict[str, Any] = (
+        {**options.others} if options.policy is None else {**options.others, "policy": options.policy}
+    )
     if options.reduce != "fp32":
         extra["reduce_dtype"] = options.reduce
     if options.recompute is not None:

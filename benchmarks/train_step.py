@@ -108,6 +108,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--clip", type=float, help="clip gradients to this norm in every step; default: no clipping")
     parser.add_argument("--policy", help="zcompile's policy; default: its own")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="zcompile's others, in JSON: '{\"max_captures\": 2}'"
+    )
     parser.add_argument("--micro-batch", type=int, help="rows of a rank; default: the size's own")
     parser.add_argument("--backend", default="inductor", help="of every compiled system; eager leaves compilation out")
     parser.add_argument("--fresh", action="store_true", help="new processes and an empty compile cache for every row")
@@ -128,7 +131,8 @@ def main() -> int:
     unknown = [s for s in systems if s not in SYSTEMS]
     if unknown:
         raise SystemExit(f"unknown systems {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
-    options = {n: getattr(args, n) for n in ("micro_batch", "policy", "clip", "dtype", "reduce", "backend", "steps")}
+    names = ("micro_batch", "policy", "clip", "dtype", "reduce", "backend", "steps", "options")
+    options = {n: getattr(args, n) for n in names}
     chosen = not args.only and args.stages is None
     wanted = [
         Row(system, size, **options)

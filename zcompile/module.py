@@ -26,6 +26,7 @@ from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.shards import Slot
+from zcompile.runtime.step import StepRunner
 from zcompile.scheduled import Graphs
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
@@ -263,15 +264,12 @@ class CompiledModule(nn.Module):
 
         Also after an error, when every rank comes here. ``zcompile.unwrap`` ends a model and gives its weights back.
         """
-        runner = self._session.runner
-        if runner.agreement.is_closed:
+        if self._session.runner.agreement.is_closed:
             return
         self._checkpoints.settle()
         with contextlib.suppress(RankError):  # after an error ranks need not agree any more
             self._announce("close")  # nothing of another rank is in flight then
-        for parameter in runner.shards.parameters:
-            vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
-        leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
+        _end(self._session.runner)
 
     @contextlib.contextmanager
     def unsharded(self, modifier_rank: int | None = 0) -> Iterator[nn.Module]:
@@ -365,13 +363,20 @@ def _explained(method: Any) -> Any:
 
 def unwrap(model: CompiledModule) -> nn.Module:
     """End a compiled model: the eager module with full plain parameters. Collective; the compiled module is unusable then."""
-    shards = model._session.runner.shards
+    runner = model._session.runner
     model._checkpoints.settle()
     model._announce("unwrap")
-    if shards.mesh.is_distributed:
-        put_full(model.original, shards)
-    model.close()
+    if runner.shards.mesh.is_distributed:
+        put_full(model.original, runner.shards)
+    _end(runner)
     return model.original
+
+
+def _end(runner: StepRunner) -> None:
+    """Let go of parameters and of other ranks."""
+    for parameter in runner.shards.parameters:
+        vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
+    leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
 
 
 def leave(collectives: Collectives, agreement: Agreement, mesh: Mesh) -> None:
