@@ -3,7 +3,8 @@
 torchrun --nproc_per_node=2 benchmarks/measure.py '[{"system": "zc3", "size": "1.1B"}, {"system": "fsdp2-c", "size": "1.1B"}]'
 
 Fields of a row are those of ``benchmarks.rows.Row``. Between rows everything is given back; ``left_over_gib`` says what was not,
-and peaks do not contain it. A row that fails is a row with ``error``, and the next one follows where ranks cannot be out of step.
+and peaks do not contain it. Where it is much, the line ``RESTART`` asks for new processes for the rows that are left. A row that
+fails is a row with ``error``, and the next one follows where ranks cannot be out of step.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from benchmarks.systems import SYSTEMS, Options, Trainee, batch
 WARMUP = 3
 #: steps on an idle device that the host's time is measured over, at most
 HOST_STEPS = 5
+#: what earlier rows may leave on a device; with more the next one is measured by new processes
+MAX_LEFT_OVER_GIB = 2.0
 #: bytes that ranks say to each other when they meet
 MAX_TEXT = 400
 GIB = 2.0**30
@@ -175,9 +178,8 @@ class Here:
         }
 
 
-def attempt(row: Row, here: Here) -> dict[str, Any]:
+def attempt(row: Row, here: Here, before: dict[str, float]) -> dict[str, Any]:
     """Measure a row on this rank. What it raises is a result with ``error``, and ``ends`` if the ranks may be out of step since."""
-    before = here.give_back()
     trainee = None
     try:
         size = SIZES[row.size]
@@ -275,9 +277,9 @@ def say(line: str) -> None:
     print(f"\n{line}", flush=True)
 
 
-def run(row: Row, here: Here) -> None:
+def run(row: Row, here: Here, before: dict[str, float]) -> None:
     """Measure a row on all ranks, or the limit on one while the others wait."""
-    result = attempt(row, here) if row.system != "single" or here.rank == 0 else {}
+    result = attempt(row, here, before) if row.system != "single" or here.rank == 0 else {}
     if result.get("ends"):  # the others may wait on the device for what never comes
         say("RESULT " + json.dumps(result))
         sys.stderr.flush()
@@ -313,8 +315,16 @@ def main() -> None:
     if args.calibrate:
         describe_machine(args.calibrate, here)
     torch.set_float32_matmul_precision("high")
+    first = None
     for row in args.rows:
-        run(row, here)
+        before = here.give_back()
+        held = before["left_over_gib"] + before.get("outside_gib", 0.0)
+        first = held if first is None else first
+        if max(map(float, here.meet(str(held - first)))) > MAX_LEFT_OVER_GIB:
+            if here.rank == 0:
+                say("RESTART")
+            break
+        run(row, here, before)
     dist.destroy_process_group()  # after an error it could wait for what never comes
 
 

@@ -44,18 +44,18 @@ MAX_TIME_ERROR, MAX_MEMORY_ERROR, MIN_CORRELATION = 0.15, 0.05, 0.9
 #: systems of a size in the order of their worth
 SYSTEMS = ("zc3", "single", "fsdp2-c", "zc1", "zc2", "zc0", "ddp-c")
 PARTS = ("own", "second", "schedules", "large")
-#: policies that differ in what one can choose, the worst ones included
+#: policies of which no two should take the same time, the worst ones included; in an order in which the first few say most
 SCHEDULES = (
     "none",
-    "keep{units=1}",
-    "keep{units=0},prefetch{lookahead=1}",
-    "keep{units=1},prefetch{lookahead=1}",
-    "keep{units=2},prefetch{lookahead=1}",
-    "keep{units=8},prefetch{lookahead=1}",
-    "keep{units=1},prefetch{lookahead=2}",
-    "keep{units=1},bucket{mib=256},prefetch{lookahead=1}",
+    "keep{units=18}",
     "keep{units=1},bucket{mib=1024},prefetch{lookahead=1}",
+    "keep{units=1},prefetch{lookahead=1}",
+    "keep{units=8}",
+    "keep{units=0},bucket{mib=2048},prefetch{lookahead=1}",
+    "keep{units=1},bucket{mib=512},prefetch{lookahead=1}",
+    "keep{units=0},prefetch{lookahead=1}",
     "keep{units=18},prefetch{lookahead=2}",
+    "keep{units=1},prefetch{lookahead=2}",
 )
 OUT_OF_MEMORY = "out of memory"
 

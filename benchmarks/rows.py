@@ -127,6 +127,8 @@ class Launch:
         try:
             while True:
                 line, ended = _next(lines, process, begin + limit), f"not done in {limit:.0f} s"
+                if line == "RESTART\n":
+                    return
                 if line is not None and not line.startswith("RESULT "):
                     log += line
                     if line == "READY\n":

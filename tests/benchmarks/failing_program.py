@@ -36,6 +36,15 @@ def fails(options: Options, *, system: str, how: str) -> Trainee:
     )
 
 
+kept: list[Tensor] = []
+
+
+def leaks(options: Options) -> Trainee:
+    kept.append(torch.empty(3 << 30, dtype=torch.uint8))  # never touched, so it takes no memory
+    return SYSTEMS["single"](options)
+
+
+SYSTEMS["leaks"] = leaks
 for name, system, how in (
     ("oom", "zc3", "out of memory"),
     ("raises", "zc3", "raises"),
