@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import train_step
 from benchmarks.llama import SIZES, Llama
-from benchmarks.rows import Launch, Row
+from benchmarks.rows import Launch, Row, write_rows
 from zcompile.planner.hardware import Hardware, hardware
 from zcompile.planner.memory import Setup
 from zcompile.planner.simulate import simulate
@@ -220,7 +220,7 @@ def measure(options: argparse.Namespace, wanted: Sequence[Row], known: dict[tupl
 def write(options: argparse.Namespace, known: dict[tuple[Any, ...], dict[str, Any]]) -> None:
     """Everything that is known by now; what was compared has its predictions as well."""
     if (path := options.measure_only or options.json) is not None:
-        Path(path).write_text(json.dumps(list(known.values()), indent=1))
+        write_rows(path, list(known.values()))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -81,6 +81,13 @@ def read_rows(text: str) -> list[Row]:
     return [Row(**fields) for fields in given]
 
 
+def write_rows(path: str, results: Sequence[dict[str, Any]]) -> None:
+    """Replace a file by one with these results; whoever is ended meanwhile leaves the old one."""
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps(results, indent=1))
+    part.replace(path)
+
+
 @dataclass(frozen=True)
 class Launch:
     """Where and how rows are measured.

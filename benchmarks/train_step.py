@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.rows import Launch, Row
+from benchmarks.rows import Launch, Row, write_rows
 
 SYSTEMS = ("single", "ddp-c", "fsdp2", "fsdp2-c", "fsdp2-best", "zc0", "zc1", "zc2", "zc3")
 QUICK_SYSTEMS = ("single", "fsdp2-c", "ddp-c", "zc3")
@@ -149,7 +149,7 @@ def main() -> int:
         compare(rows, args.nproc)
         print(f"{wanted[index]}: {said(row)}", file=sys.stderr, flush=True)
         if args.json:
-            Path(args.json).write_text(json.dumps(everything, indent=1))
+            write_rows(args.json, everything)
         if index + 1 == len(wanted) or wanted[index + 1].size != size:
             print(f"\n{size}, {args.nproc} ranks, {args.dtype}\n\n{table(rows)}\n", flush=True)
     return int(all("error" in row for row in everything))
