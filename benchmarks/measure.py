@@ -30,7 +30,7 @@ from benchmarks.llama import SIZES
 from benchmarks.rows import Row, read_rows
 from benchmarks.systems import SYSTEMS, Options, Trainee, batch
 
-WARMUP = 3
+WARMUP = 6  # steps: zcompile decides in the first five whether it replays the rest
 #: steps on an idle device that the host's time is measured over, at most
 HOST_STEPS = 5
 #: what earlier rows may leave on a device; with more the next one is measured by new processes
@@ -225,6 +225,7 @@ def result_of(
     times, loss = measure(trainee, tokens, labels, row.steps, row.clip, clock)
     facts = trainee.facts()
     outside = facts.get("peer_gib", 0.0)  # what a system allocates behind the allocator's back counts too
+    recorded = facts.get("recorded_gib", 0.0)  # of steps that are replayed: reserved, and used in each
     step = statistics.median(times.step)
     lower, _, upper = statistics.quantiles(times.step, n=4, method="inclusive") if row.steps > 1 else (step,) * 3
     num_params = sum(p.numel() for p in trainee.model.parameters())
@@ -232,7 +233,7 @@ def result_of(
     flops = 6 * (num_params - size.vocab * size.hidden) * num_tokens + size.attention_flops()
     allocated = reserved = None
     if on_gpu:
-        allocated = torch.cuda.max_memory_allocated() / GIB - before["left_over_gib"] + outside
+        allocated = torch.cuda.max_memory_allocated() / GIB - before["left_over_gib"] + outside + recorded
         reserved = torch.cuda.max_memory_reserved() / GIB - before["left_reserved_gib"] + outside
     return {
         "world_size": options.world_size,

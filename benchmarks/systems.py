@@ -156,12 +156,15 @@ def zcompile_stage(options: Options, *, stage: int) -> Trainee:
 
     def facts() -> dict[str, Any]:
         graphs = [g for g in (model.graphs.forward, model.graphs.backward) if g is not None]
+        report = model.report()
         return {
             "distinct_regions": sum(len(g.regions) for g in graphs),
             "regions": sum(len(text_calls(g)) for g in graphs),
             "passes": str(model.pipeline),
-            "gathered_peak_gib": model.report().gathered_peak_bytes / 2**30,
-            "peer_gib": model.report().peer_bytes / 2**30,
+            "gathered_peak_gib": report.gathered_peak_bytes / 2**30,
+            "peer_gib": report.peer_bytes / 2**30,
+            "recorded_gib": report.recorded_bytes / 2**30,
+            "replays": report.replays,
         }
 
     optimizer = zcompile.optim.AdamW(model.parameters(), lr=1e-4)

@@ -48,6 +48,7 @@ COLUMNS = (
     ("first step s", "cold_step_s", "{:.1f}"),
     ("left over GiB", "left_over_gib", "{:.2f}"),
     ("regions", "region_text", "{}"),
+    ("replayed", "replays", "{}"),
     ("loss", "loss", "{:.3f}"),
 )
 
