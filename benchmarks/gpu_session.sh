@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go and each part under a time limit: tests, kernels, the table of training steps.
 #
-#   benchmarks/gpu_session.sh [RESULTS_FOLDER] [PART...]      parts: check tests kernels quick large causal; default: the first four
+#   benchmarks/gpu_session.sh [RESULTS_FOLDER] [PART...]      parts: check tests kernels quick large causal plan; default: the first four
 #
 # PYTHON=/path/to/python picks the environment. Logs and JSON go into the folder; a part that fails does not stop the next.
 set -uo pipefail
@@ -29,3 +29,4 @@ part kernels 40 "$PYTHON" benchmarks/kernels.py --tune
 part quick 560 "$PYTHON" benchmarks/train_step.py --quick --timeout 110 --json "$OUT_FOLDER/quick.json" --logs "$OUT_FOLDER/quick"
 part large 560 "$PYTHON" benchmarks/train_step.py --sizes 8B --only single,fsdp2-c,fsdp2-best,zc3 --timeout 200 --json "$OUT_FOLDER/large.json" --logs "$OUT_FOLDER/large"
 part causal 120 "$PYTHON" benchmarks/causal.py
+part plan 580 "$PYTHON" benchmarks/plan_accuracy.py --calibrate "$OUT_FOLDER/here.json" --peers --measure-only "$OUT_FOLDER/rows.json" --logs "$OUT_FOLDER/plan"

@@ -1,14 +1,24 @@
-"""Measures one system at one size: the program that every rank runs. Rank 0 prints one line, ``RESULT`` and JSON."""
+"""Measures rows one after the other: the program that every rank runs. Rank 0 prints a line, ``RESULT`` and JSON, for each.
+
+torchrun --nproc_per_node=2 benchmarks/measure.py '[{"system": "zc3", "size": "1.1B"}, {"system": "fsdp2-c", "size": "1.1B"}]'
+
+Fields of a row are those of ``benchmarks.rows.Row``. Between rows everything is given back; ``left_over_gib`` says what was not,
+and peaks do not contain it. Where it is much, the line ``RESTART`` asks for new processes for the rows that are left. A row that
+fails is a row with ``error``, and the next one follows where ranks cannot be out of step.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import gc
 import json
 import os
 import statistics
+import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.llama import SIZES
+from benchmarks.rows import Row, read_rows
 from benchmarks.systems import SYSTEMS, Options, Trainee, batch
 
-WARMUP = 3
+WARMUP = 6  # steps: zcompile decides in the first five whether it replays the rest
+#: steps on an idle device that the host's time is measured over, at most
+HOST_STEPS = 5
+#: what earlier rows may leave on a device; with more the next one is measured by new processes
+MAX_LEFT_OVER_GIB = 2.0
+#: bytes that ranks say to each other when they meet
+MAX_TEXT = 400
+GIB = 2.0**30
 
 
 class Clock:
@@ -83,7 +101,7 @@ def measure(
         times.forward_backward.append(clock.ms(begin, between))
         times.optimizer.append(clock.ms(between, end))
         times.step.append(clock.ms(begin, end))
-    for _ in range(min(steps, 10)):
+    for _ in range(min(steps, HOST_STEPS)):
         clock.finish()
         begin = time.perf_counter()
         one_step(trainee, tokens, labels, clip, clock)
@@ -108,93 +126,207 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     return statistics.median(rates)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--system", required=True, choices=SYSTEMS)
-    parser.add_argument("--size", required=True, choices=SIZES)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--clip", type=float)
-    parser.add_argument("--policy")
-    parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--reduce", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument(
-        "--recompute", help="full: blocks are computed again in backward; zcompile also knows selective"
-    )
-    parser.add_argument("--micro-batch", type=int, help="rows of one rank; default: the size's")
-    args = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    on_gpu = args.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    distributed = args.system != "single"
-    if distributed:
+@dataclass(frozen=True)
+class Here:
+    """This process.
+
+    Attributes:
+        meeting: a group on the host, in which ranks meet between rows.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    meeting: Any
+
+    @classmethod
+    def start(cls, kind: str) -> Here:
+        """Make the process group that torchrun describes."""
+        on_gpu = kind == "cuda"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    torch.set_float32_matmul_precision("high")
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    chosen = SIZES[args.size]
-    chosen = dataclasses.replace(chosen, micro_batch=args.micro_batch or chosen.micro_batch)
-    options = Options(chosen, device, world_size, dtype, args.backend, args.policy, args.reduce, args.recompute)
-    clock = Clock(device)
-    begin = time.perf_counter()
-    trainee = SYSTEMS[args.system](options)
-    tokens, labels = batch(options, rank)
+        meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=1))
+        return cls(dist.get_rank(), dist.get_world_size(), device, meeting)
+
+    def meet(self, text: str = "") -> list[str]:
+        """Wait for all ranks, and have what each says."""
+        said = text.encode()[:MAX_TEXT].ljust(MAX_TEXT, b"\0")
+        mine = torch.tensor(list(said), dtype=torch.uint8)  # all_gather_object would need numpy
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self.meeting)
+        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
+
+    def give_back(self) -> dict[str, float]:
+        """Free what nobody has any more; says what is still there, in torch's allocator and on the device beside it."""
+        gc.collect()
+        torch.compiler.reset()
+        gc.collect()
+        if self.device.type != "cuda":
+            tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+            storages = {s.data_ptr(): s.nbytes() for each in tensors for s in [each.untyped_storage()]}
+            return {"left_over_gib": sum(storages.values()) / GIB}
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved()
+        return {
+            "left_over_gib": torch.cuda.memory_allocated() / GIB,
+            "left_reserved_gib": reserved / GIB,
+            "outside_gib": (total - free - reserved) / GIB,
+        }
+
+
+def attempt(row: Row, here: Here, before: dict[str, float]) -> dict[str, Any]:
+    """Measure a row on this rank. What it raises is a result with ``error``, and ``ends`` if the ranks may be out of step since."""
+    trainee = None
+    try:
+        size = SIZES[row.size]
+        options = Options(
+            size=dataclasses.replace(size, micro_batch=row.micro_batch or size.micro_batch),
+            device=here.device,
+            world_size=1 if row.system == "single" else here.world_size,
+            dtype=torch.bfloat16 if row.dtype == "bf16" else torch.float32,
+            backend=row.backend,
+            policy=row.policy,
+            reduce=row.reduce,
+            recompute=row.recompute,
+            others=row.options,
+        )
+        begin = time.perf_counter()
+        trainee = SYSTEMS[row.system](options)
+        result = result_of(row, trainee, options, here, before, begin)
+    except Exception as error:
+        traceback.print_exc()
+        result = {"error": describe(error), "ends": trainee is None or trainee.close is None, **before}
+    if trainee is not None and trainee.close is not None:
+        trainee.close()
+    return result
+
+
+def result_of(
+    row: Row, trainee: Trainee, options: Options, here: Here, before: dict[str, float], begin: float
+) -> dict[str, Any]:
+    """Warm up, measure, and put everything together."""
+    on_gpu, clock, size = here.device.type == "cuda", Clock(here.device), options.size
+    tokens, labels = batch(options, here.rank)
     clock.finish()
     build_s, begin = time.perf_counter() - begin, time.perf_counter()
-    one_step(trainee, tokens, labels, args.clip, clock)
+    one_step(trainee, tokens, labels, row.clip, clock)
     clock.finish()
     first_s = time.perf_counter() - begin
     for _ in range(WARMUP - 1):
-        one_step(trainee, tokens, labels, args.clip, clock)
+        one_step(trainee, tokens, labels, row.clip, clock)
     clock.finish()
     gc.collect()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times, loss = measure(trainee, tokens, labels, args.steps, args.clip, clock)
-    gib = 2.0**30
+    times, loss = measure(trainee, tokens, labels, row.steps, row.clip, clock)
     facts = trainee.facts()
     outside = facts.get("peer_gib", 0.0)  # what a system allocates behind the allocator's back counts too
-    forward_backward, step = statistics.median(times.forward_backward), statistics.median(times.step)
-    size = options.size
+    recorded = facts.get("recorded_gib", 0.0)  # of steps that are replayed: reserved, and used in each
+    step = statistics.median(times.step)
+    lower, _, upper = statistics.quantiles(times.step, n=4, method="inclusive") if row.steps > 1 else (step,) * 3
     num_params = sum(p.numel() for p in trainee.model.parameters())
     num_tokens = size.micro_batch * size.seq
     flops = 6 * (num_params - size.vocab * size.hidden) * num_tokens + size.attention_flops()
-    result = {
-        "system": args.system,
-        "size": args.size,
-        "world_size": world_size,
+    allocated = reserved = None
+    if on_gpu:
+        allocated = torch.cuda.max_memory_allocated() / GIB - before["left_over_gib"] + outside + recorded
+        reserved = torch.cuda.max_memory_reserved() / GIB - before["left_reserved_gib"] + outside
+    return {
+        "world_size": options.world_size,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         "num_params": num_params,
-        "steps": args.steps,
-        "clip": args.clip,
-        "dtype": args.dtype,
+        "micro_batch": size.micro_batch,
         "reduce": options.reduce,
-        "recompute": options.recompute,
-        "micro_batch": chosen.micro_batch,
-        "forward_backward_ms": forward_backward,
+        "forward_backward_ms": statistics.median(times.forward_backward),
         "optimizer_ms": statistics.median(times.optimizer),
         "step_ms": step,
         "step_ms_min": min(times.step),
+        "step_ms_iqr": upper - lower,
         "host_ms": statistics.median(times.host),
-        "tokens_per_s": num_tokens * world_size / step * 1e3,
+        "tokens_per_s": num_tokens * options.world_size / step * 1e3,
         "tflops": flops / step / 1e9,
-        "allocated_gib": torch.cuda.max_memory_allocated() / gib + outside if on_gpu else None,
-        "reserved_gib": torch.cuda.max_memory_reserved() / gib + outside if on_gpu else None,
+        "allocated_gib": allocated,
+        "reserved_gib": reserved,
         "build_s": build_s,
         "first_step_s": first_s,
         "loss": loss,
+        **before,
         **facts,
     }
-    if args.system == "single":
-        del trainee, tokens, labels
-        result["copy_bytes_per_s"] = copy_bandwidth(device, 2**32 if on_gpu else 2**24)
-    if rank == 0:
-        print("RESULT " + json.dumps(result), flush=True)
-    if distributed:
-        dist.destroy_process_group()
+
+
+def describe(error: Exception) -> str:
+    """An error in a table."""
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):  # NCCL's is an error of its own
+        return "out of memory"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+
+
+def worst(errors: list[str]) -> str:
+    """The error that the others follow from."""
+    own = [error for error in errors if not error.startswith("Rank")]
+    return "out of memory" if "out of memory" in errors else (own or errors)[0]
+
+
+def say(line: str) -> None:
+    """A line of its own, whatever other ranks have begun to print."""
+    print(f"\n{line}", flush=True)
+
+
+def run(row: Row, here: Here, before: dict[str, float]) -> None:
+    """Measure a row on all ranks, or the limit on one while the others wait."""
+    result = attempt(row, here, before) if row.system != "single" or here.rank == 0 else {}
+    if result.get("ends"):  # the others may wait on the device for what never comes
+        say("RESULT " + json.dumps(result))
+        sys.stderr.flush()
+        os._exit(1)
+    if row.system == "single" and "error" not in result and here.rank == 0:
+        here.give_back()
+        result["copy_bytes_per_s"] = copy_bandwidth(here.device, 2**32 if here.device.type == "cuda" else 2**24)
+    errors = [error for error in here.meet(result.get("error", "")) if error]
+    if here.rank == 0:
+        say("RESULT " + json.dumps(result | ({"error": worst(errors)} if errors else {})))
+
+
+def describe_machine(path: str, here: Here) -> None:
+    """What ``python -m zcompile doctor --calibrate`` does, on the ranks that are here."""
+    from zcompile.planner.calibrate import calibrate
+
+    found = calibrate(here.device, os.path.splitext(os.path.basename(path))[0])
+    if here.rank == 0:
+        found.save(path)
+        print(f"{path}: {found.sources}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=read_rows, help="a JSON list, or a file with one")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--calibrate", metavar="FILE", help="first describe this machine, as zcompile's doctor does")
+    args = parser.parse_args()
+    here = Here.start(args.device)
+    here.meet()
+    if here.rank == 0:
+        say("READY")
+    if args.calibrate:
+        describe_machine(args.calibrate, here)
+    torch.set_float32_matmul_precision("high")
+    first = None
+    for row in args.rows:
+        before = here.give_back()
+        held = before["left_over_gib"] + before.get("outside_gib", 0.0)
+        first = held if first is None else first
+        if max(map(float, here.meet(str(held - first)))) > MAX_LEFT_OVER_GIB:
+            if here.rank == 0:
+                say("RESTART")
+            break
+        run(row, here, before)
+    dist.destroy_process_group()  # after an error it could wait for what never comes
 
 
 if __name__ == "__main__":

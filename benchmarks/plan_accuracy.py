@@ -1,12 +1,14 @@
-"""Predicted against measured: step times and peaks of several sizes, stages and micro-batches, and the ranking of schedules.
+"""Predicted against measured: steps and peaks of several sizes, stages and micro-batches, and the ranking of schedules.
 
-python benchmarks/plan_accuracy.py                                two GPUs, described by hardware h200
-python benchmarks/plan_accuracy.py --hardware here.json           described by python -m zcompile doctor --calibrate here.json
-python benchmarks/plan_accuracy.py --sizes 1.1B --stages 3 --schedules
-python benchmarks/plan_accuracy.py --predict-only                 no GPU: what would be compared
+python benchmarks/plan_accuracy.py --calibrate here.json                     two GPUs: measure all, describe them, compare
+python benchmarks/plan_accuracy.py --calibrate here.json --measure-only rows.json         on the GPUs, where time is dear
+python benchmarks/plan_accuracy.py --compare rows.json --hardware here.json               anywhere: needs no GPU
+python benchmarks/plan_accuracy.py --measured rows.json,table.json ...                    rows that need no new measurement
+python benchmarks/plan_accuracy.py --predict-only                                         what would be compared
 
-Each row is measured as benchmarks/train_step.py measures it, in processes of its own. ``--schedules`` runs one size with policies
-that differ in lookahead, bucket size and kept units, and prints Spearman's rank correlation of predicted and measured steps.
+Rows are, the most valuable first: every stage of each size (``own``; with --peers also the limit, DDP and FSDP2), the same with
+micro-batches twice as large (``second``), stage 3 of one size with policies that differ in lookahead, bucket size and kept units
+(``schedules``), and last what may not fit (``large``). All are measured in one set of processes, and written after each row.
 """
 
 from __future__ import annotations
@@ -14,16 +16,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import signal
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks import train_step
 from benchmarks.llama import SIZES, Llama
+from benchmarks.rows import Launch, Row, write_rows
 from zcompile.planner.hardware import Hardware, hardware
 from zcompile.planner.memory import Setup
 from zcompile.planner.simulate import simulate
@@ -31,144 +39,245 @@ from zcompile.planner.trace import Traced, trace
 from zcompile.planner.walk import predict
 
 GIB = 2**30
-STAGES = (0, 1, 2, 3)
-#: schedules that differ in what a policy can choose, the worst ones included
+#: what the predictions are to keep
+MAX_TIME_ERROR, MAX_MEMORY_ERROR, MIN_CORRELATION = 0.15, 0.05, 0.9
+#: systems of a size in the order of their worth
+SYSTEMS = ("zc3", "single", "fsdp2-c", "zc1", "zc2", "zc0", "ddp-c")
+PARTS = ("own", "second", "schedules", "large")
+#: policies of which no two should take the same time, the worst ones included; in an order in which the first few say most
 SCHEDULES = (
     "none",
-    "keep{units=1}",
-    "keep{units=0},prefetch{lookahead=1}",
-    "keep{units=1},prefetch{lookahead=1}",
-    "keep{units=2},prefetch{lookahead=1}",
-    "keep{units=8},prefetch{lookahead=1}",
-    "keep{units=1},prefetch{lookahead=2}",
-    "keep{units=1},bucket{mib=256},prefetch{lookahead=1}",
+    "keep{units=18}",
     "keep{units=1},bucket{mib=1024},prefetch{lookahead=1}",
+    "keep{units=1},prefetch{lookahead=1}",
+    "keep{units=8}",
+    "keep{units=0},bucket{mib=2048},prefetch{lookahead=1}",
+    "keep{units=1},bucket{mib=512},prefetch{lookahead=1}",
+    "keep{units=0},prefetch{lookahead=1}",
     "keep{units=18},prefetch{lookahead=2}",
+    "keep{units=1},prefetch{lookahead=2}",
 )
+OUT_OF_MEMORY = "out of memory"
 
 
-def traced(size: str, micro_batch: int | None, world_size: int) -> Traced:
-    """The step of one size, with its own micro-batch when none is given."""
-    chosen = SIZES[size] if micro_batch is None else dataclasses.replace(SIZES[size], micro_batch=micro_batch)
+def rows_of(options: argparse.Namespace) -> list[Row]:
+    """What is measured, in order."""
+    parts, stages = options.rows.split(","), [f"zc{stage}" for stage in options.stages.split(",")]
+    found: dict[str, list[Row]] = {part: [] for part in PARTS}
+    for size in options.sizes.split(","):
+        too_large = train_step.TOO_LARGE.get(size, ())
+        for part, batch in (("own", None), ("second", 2 * SIZES[size].micro_batch)):
+            for system in SYSTEMS:
+                if system in stages:
+                    found["large" if system in too_large else part].append(Row(system, size, batch))
+                elif is_peer(system) and options.peers and part == "own" and system not in too_large:
+                    found[part].append(Row(system, size))
+    found["schedules"] = [Row("zc3", options.schedules_of, policy=policy) for policy in SCHEDULES]
+    same = {"backend": options.backend, "steps": options.steps}
+    return [dataclasses.replace(row, **same) for part in PARTS if part in parts for row in found[part]]
+
+
+def is_peer(system: str) -> bool:
+    return not system.startswith("zc")
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes two rows the same measurement."""
+    batch = row.get("micro_batch") or SIZES[row["size"]].micro_batch
+    return row["size"], row["system"], batch, row.get("policy") or "prefetch"
+
+
+def measured_before(paths: Iterable[str], nproc: int) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Rows of files that this program or ``train_step.py`` wrote: those that were run as they are predicted here."""
+    found = {}
+    for path in paths:
+        for row in json.loads(Path(path).read_text()):
+            as_here = (
+                not any(row.get(n) for n in ("clip", "recompute", "options")) and row.get("dtype", "bf16") == "bf16"
+            )
+            of_all = row.get("world_size", nproc) == nproc or row["system"] == "single"
+            reduced = row.get("reduce", "fp32") == "fp32" or is_peer(row["system"])
+            if as_here and of_all and reduced and row.get("error", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY):
+                found[key(row)] = row
+    return found
+
+
+@cache
+def traced(size: str, micro_batch: int, world_size: int) -> Traced:
+    """The step of one size."""
+    chosen = dataclasses.replace(SIZES[size], micro_batch=micro_batch)
     with torch.device("meta"):
         model = Llama(chosen)
         tokens = torch.empty(chosen.micro_batch, chosen.seq, dtype=torch.int64)
     return trace(model, (tokens, tokens), world_size=world_size, precision="bf16", verify="off")
 
 
-def predicted(step: Traced, machine: Hardware, world_size: int, stage: int, policy: str) -> dict[str, Any]:
-    """Milliseconds and GiB of one schedule."""
-    found = step.at(stage=stage, policy=policy)
+def predicted(row: dict[str, Any], machine: Hardware, world_size: int) -> dict[str, Any]:
+    """Milliseconds, GiB as torch's allocator counts them, and whether it fits with everything else on the device."""
+    size, system, batch, policy = key(row)
+    found = traced(size, batch, world_size).at(stage=int(system.removeprefix("zc")), policy=policy)
     line = simulate(found.step, machine, world_size)
-    setup = dataclasses.replace(Setup.on(machine, world_size), context_bytes=0, fragmentation=0.0)  # as allocated
+    setup = Setup.on(machine, world_size)
+    bare = dataclasses.replace(setup, context_bytes=0, fragmentation=0.0)
     return {
         "predicted_ms": line.step_us / 1000,
-        "predicted_gib": predict(found.step, found.specs, setup).peak_bytes / GIB,
+        "predicted_gib": predict(found.step, found.specs, bare).peak_bytes / GIB,
+        "predicted_fits": predict(found.step, found.specs, setup).peak_bytes <= machine.device_memory_bytes,
         "gap": line.gap,
     }
 
 
-def measured(
-    options: argparse.Namespace, size: str, stage: int, policy: str, micro_batch: int | None
-) -> dict[str, Any]:
-    """Milliseconds and GiB of a run, or its error."""
-    call = argparse.Namespace(
-        nproc=options.nproc,
-        device=options.device,
-        steps=options.steps,
-        backend=options.backend,
-        dtype="bf16",
-        reduce="fp32",
-        policy=policy,
-        clip=None,
-        timeout=options.timeout,
-        logs=None,
-        micro_batch=micro_batch,
+def compared(row: dict[str, Any]) -> dict[str, Any]:
+    """A predicted row with its errors, as shares of what was measured."""
+    if "step_ms" not in row or not row["predicted_fits"]:
+        return row
+    found = {"time_error": row["predicted_ms"] / row["step_ms"] - 1}
+    if row["allocated_gib"] is not None:
+        found["memory_error"] = row["predicted_gib"] / row["allocated_gib"] - 1
+    return row | found
+
+
+def rank_correlation(predicted: Sequence[float], measured: Sequence[float], noise: Sequence[float]) -> float:
+    """Spearman's rank correlation; pairs whose measured values differ by no more than the noise of either are ties in both.
+
+    A rank is how many values are below minus how many are above: that is Spearman's where every pair counts. NaN where none does.
+    """
+    everyone = range(len(measured))
+    counts = [[abs(measured[i] - measured[j]) > max(noise[i], noise[j]) for j in everyone] for i in everyone]
+    a, b = (
+        [sum(((v[i] > v[j]) - (v[i] < v[j])) * counts[i][j] for j in everyone) for i in everyone]
+        for v in (predicted, measured)
     )
-    row = train_step.run(call, size, f"zc{stage}")
-    if "error" in row:
-        return {"error": row["error"]}
-    return {"measured_ms": row["step_ms"], "measured_gib": row["allocated_gib"]}
+    scale = math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+    return sum(x * y for x, y in zip(a, b, strict=True)) / scale if scale else math.nan
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's rank correlation: Pearson's of the ranks, ties given their mean rank."""
-    return statistics.correlation(_ranks(a), _ranks(b))
+HEAD = ("size", "stage", "micro-batch", "policy", "predicted ms", "ms", "error", "predicted GiB", "GiB", "error")
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(w < v for w in values) + (sum(w == v for w in values) - 1) / 2 for v in values]
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Predicted, measured and the error, of time and memory; in Markdown."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for row in rows:
+        size, system, batch, policy = key(row)
+        cells = [size, system.removeprefix("zc"), str(batch), policy]
+        cells += [f"{row['predicted_ms']:.1f}" if row["predicted_fits"] else f"predicted {OUT_OF_MEMORY}"]
+        cells += [
+            row.get("error", "-") if "step_ms" not in row else f"{row['step_ms']:.1f}",
+            _percent(row, "time_error"),
+        ]
+        cells += [f"{row['predicted_gib']:.2f}"]
+        cells += [f"{row['allocated_gib']:.2f}" if row.get("allocated_gib") else "-", _percent(row, "memory_error")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
-    cells = [
-        row["size"],
-        str(row["stage"]),
-        str(row["micro_batch"] or "-"),
-        row["policy"],
-        f"{row['predicted_ms']:.2f}",
-    ]
-    cells += [f"{row['measured_ms']:.2f}" if "measured_ms" in row else row.get("error", "-")]
-    cells += [f"{row['predicted_ms'] / row['measured_ms'] - 1:+.1%}" if "measured_ms" in row else "-"]
-    cells += [f"{row['predicted_gib']:.2f}", f"{row['measured_gib']:.2f}" if row.get("measured_gib") else "-"]
-    return "| " + " | ".join(cells) + " |"
+def _percent(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:+.1%}" if name in row else "-"
 
 
-HEAD = (
-    "| size | stage | micro-batch | policy | predicted ms | measured ms | off | predicted GiB | measured GiB |\n|"
-    + "---|" * 9
-)
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """The worst errors, which rows fit, and how well schedules are ranked."""
+    lines = []
+    for what, name, limit in (("steps", "time_error", MAX_TIME_ERROR), ("peaks", "memory_error", MAX_MEMORY_ERROR)):
+        both = [row for row in rows if name in row]
+        if both:
+            worst, within = max(both, key=lambda r: abs(r[name])), sum(abs(r[name]) <= limit for r in both)
+            mean, where = statistics.mean(abs(row[name]) for row in both), " ".join(map(str, key(worst)))
+            text = f"{what}: {within} of {len(both)} within {limit:.0%}, {mean:.1%} off on average"
+            lines.append(f"{text}; worst {worst[name]:+.1%} ({where})")
+    run = [row for row in rows if "step_ms" in row or row.get("error", "").startswith(OUT_OF_MEMORY)]
+    wrong = [row for row in run if ("step_ms" in row) != row["predicted_fits"]]
+    if run:
+        names = "".join(f"; wrong: {' '.join(map(str, key(row)))}" for row in wrong)
+        lines.append(f"whether it fits: {len(run) - len(wrong)} of {len(run)} as predicted{names}")
+    for size in SIZES:
+        kinds = [r for r in rows if key(r)[:3] == (size, "zc3", SIZES[size].micro_batch) and "time_error" in r]
+        if len(kinds) > 2:
+            values = [[r[name] for r in kinds] for name in ("predicted_ms", "step_ms")]
+            rho = rank_correlation(*values, [r.get("step_ms_iqr", 0.0) for r in kinds])
+            everything = rank_correlation(*values, [0.0] * len(kinds))
+            lines.append(
+                f"{len(kinds)} schedules of {size}: Spearman {rho:.3f} over pairs that differ by more than the noise (to be "
+                f"{MIN_CORRELATION} over 8 at least), {everything:.3f} over all"
+            )
+    return "\n".join(lines)
 
 
-def main() -> int:
+def measure(options: argparse.Namespace, wanted: Sequence[Row], known: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Measure the rows that are not known, and add them."""
+    waiting = [row for row in wanted if key(vars(row)) not in known]
+    left = sum(row.seconds for row in waiting)
+    print(f"{len(waiting)} rows to measure, about {left:.0f} s", file=sys.stderr, flush=True)
+    launch = Launch(options.nproc, options.device, options.timeout, options.logs, calibrate=options.calibrate)
+    for row, result in zip(waiting, launch.measure(waiting), strict=True):
+        left -= row.seconds
+        known[key(result)] = result
+        print(f"{row}: {train_step.said(result)}; about {left:.0f} s left", file=sys.stderr, flush=True)
+        write(options, known)
+
+
+def write(options: argparse.Namespace, known: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Everything that is known by now; what was compared has its predictions as well."""
+    if (path := options.measure_only or options.json) is not None:
+        write_rows(path, list(known.values()))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--sizes", default="0.19B,1.1B,8B", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--hardware", help="the machine of the predictions; default: what --calibrate wrote, else h200")
+    parser.add_argument("--calibrate", metavar="FILE", help="describe the machine that measures, before the first row")
+    parser.add_argument("--measure-only", metavar="FILE", help="write what was measured here, and predict nothing")
+    parser.add_argument("--compare", metavar="FILES", help="measure nothing: what was is in these files")
+    parser.add_argument("--measured", metavar="FILES", help="do not measure again what is in these files")
+    parser.add_argument("--predict-only", action="store_true", help="measure nothing")
+    parser.add_argument("--rows", default=",".join(PARTS), help="parts of the list, of %(default)s")
+    parser.add_argument("--sizes", default="1.1B,0.19B,8B", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--stages", default="0,1,2,3")
-    parser.add_argument("--micro-batches", default="", help="separated by commas; default: each size's own")
-    parser.add_argument("--policy", default="prefetch")
-    parser.add_argument("--schedules", action="store_true", help="compare schedules of one size at stage 3 instead")
-    parser.add_argument("--predict-only", action="store_true")
+    parser.add_argument("--schedules-of", default="1.1B", metavar="SIZE", help="whose schedules are ranked")
+    parser.add_argument("--peers", action="store_true", help=f"measure {', '.join(filter(is_peer, SYSTEMS))} as well")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--timeout", type=float, default=240.0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    machine = hardware(options.hardware)
-    sizes = options.sizes.split(",")
-    unknown = [size for size in sizes if size not in SIZES]
-    if unknown:
-        raise SystemExit(f"unknown sizes {', '.join(unknown)}; there are {', '.join(SIZES)}")
-    batches = [int(b) for b in options.micro_batches.split(",") if b] or [None]
-    stages = (3,) if options.schedules else tuple(int(s) for s in options.stages.split(","))
-    policies = SCHEDULES if options.schedules else (options.policy,)
-    rows: list[dict[str, Any]] = []
-    print(HEAD)
-    for size in sizes:
-        for batch in batches:
-            step = traced(size, batch, options.nproc)
-            for stage in stages:
-                if f"zc{stage}" in train_step.TOO_LARGE.get(size, ()):
-                    continue
-                for policy in policies:
-                    row = {"size": size, "stage": stage, "micro_batch": batch, "policy": policy}
-                    row |= predicted(step, machine, options.nproc, stage, policy)
-                    if not options.predict_only:
-                        row |= measured(options, size, stage, policy, batch)
-                    rows.append(row)
-                    print(line(row), flush=True)
-                    if options.json is not None:
-                        options.json.write_text(json.dumps(rows, indent=1))
-    both = [row for row in rows if "measured_ms" in row]
-    if both:
-        off = [abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in both]
-        print(f"\nsteps: off by {statistics.mean(off):.1%} on average, {max(off):.1%} at most, over {len(off)} rows")
-    if len(both) > 2:
-        print(f"Spearman of steps: {spearman([r['predicted_ms'] for r in both], [r['measured_ms'] for r in both]):.3f}")
-    return int(not options.predict_only and not both)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps; the median of ten is stable")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one row")
+    parser.add_argument("--logs", help="write the output of every row into this folder")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write what was measured here after every row, and what it was compared with"
+    )
+    options = parser.parse_args(arguments)
+    for name, given, there in (("sizes", options.sizes, SIZES), ("rows", options.rows, PARTS)):
+        if unknown := [each for each in given.split(",") if each not in there]:
+            parser.error(f"--{name} has {', '.join(unknown)}; there are {', '.join(there)}")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended too
+    wanted = rows_of(options)
+    files = ",".join(filter(None, [options.measured, options.compare]))
+    known = measured_before(files.split(",") if files else [], options.nproc)
+    if not (options.compare or options.predict_only):
+        measure(options, wanted, known)
+    if options.measure_only:
+        return 0
+    machine = hardware(options.hardware or options.calibrate or "h200")
+    rows = []
+    for row in wanted:
+        if not is_peer(row.system):
+            mine = vars(row) | known.get(key(vars(row)), {})
+            rows.append(compared(mine | predicted(mine, machine, options.nproc)))
+    known |= {key(row): row for row in rows}
+    write(options, known)
+    print(f"{table(rows)}\n\n{summary(rows)}")
+    for size in options.sizes.split(","):
+        own = [r for r in known.values() if key(r) == (size, r["system"], SIZES[size].micro_batch, "prefetch")]
+        own = [r for r in own if "step_ms" in r or "error" in r]
+        if any(is_peer(r["system"]) for r in own):
+            train_step.compare(own, options.nproc)
+            print(f"\n{size}, measured\n\n{train_step.table(own)}")
+    return int(not options.predict_only and not any("time_error" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class Options:
         policy: zcompile's; None is its default.
         reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
         recompute: zcompile's, or ``full`` for checkpointed blocks in the others; None saves what backward needs.
+        others: further options of ``zcompile.compile``.
     """
 
     size: Size
@@ -37,6 +38,7 @@ class Options:
     reduce: str = "fp32"
     recompute: str | None = None
     keep: bool = False
+    others: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Trainee:
         clip: clips the gradients to a norm.
         context: entered around the forward.
         facts: read after the first steps, for the table.
+        close: gives back what joins the ranks, also when one of them has failed; None where collectives go over the group of all
+            rows, in which ranks may be out of step then.
     """
 
     model: nn.Module
@@ -56,6 +60,7 @@ class Trainee:
     clip: Callable[[float], Any]
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     facts: Callable[[], dict[str, Any]] = field(default=dict)
+    close: Callable[[], None] | None = None
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -91,7 +96,7 @@ def single(options: Options) -> Trainee:
     """The limit: one device, everything in the compute dtype, no communication, no optimizer."""
     model = built(options).to(options.dtype)
     compile_blocks(model, options)
-    return Trainee(model, None, partial(nn.utils.clip_grad_norm_, model.parameters()))
+    return Trainee(model, None, partial(nn.utils.clip_grad_norm_, model.parameters()), close=lambda: None)
 
 
 def ddp(options: Options) -> Trainee:
@@ -140,7 +145,9 @@ def zcompile_stage(options: Options, *, stage: int) -> Trainee:
     import zcompile
 
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None}[options.dtype]
-    extra: dict[str, Any] = {} if options.policy is None else {"policy": options.policy}
+    extra: dict[str, Any] = (
+        {**options.others} if options.policy is None else {**options.others, "policy": options.policy}
+    )
     if options.reduce != "fp32":
         extra["reduce_dtype"] = options.reduce
     if options.recompute is not None:
@@ -149,15 +156,19 @@ def zcompile_stage(options: Options, *, stage: int) -> Trainee:
 
     def facts() -> dict[str, Any]:
         graphs = [g for g in (model.graphs.forward, model.graphs.backward) if g is not None]
+        report = model.report()
         return {
             "distinct_regions": sum(len(g.regions) for g in graphs),
             "regions": sum(len(text_calls(g)) for g in graphs),
             "passes": str(model.pipeline),
-            "gathered_peak_gib": model.report().gathered_peak_bytes / 2**30,
-            "peer_gib": model.report().peer_bytes / 2**30,
+            "gathered_peak_gib": report.gathered_peak_bytes / 2**30,
+            "peer_gib": report.peer_bytes / 2**30,
+            "recorded_gib": report.recorded_bytes / 2**30,
+            "replays": report.replays,
         }
 
-    return Trainee(model, zcompile.optim.AdamW(model.parameters(), lr=1e-4), model.clip_grad_norm_, facts=facts)
+    optimizer = zcompile.optim.AdamW(model.parameters(), lr=1e-4)
+    return Trainee(model, optimizer, model.clip_grad_norm_, facts=facts, close=model.close)
 
 
 def text_calls(graph: Any) -> list[str]:

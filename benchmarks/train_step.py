@@ -1,27 +1,28 @@
-"""Training steps of zcompile and of its peers, side by side, each in processes of its own: a table and JSON.
+"""Training steps of zcompile and of its peers, side by side: a table and JSON.
 
 python benchmarks/train_step.py                         all sizes and systems, two GPUs
 python benchmarks/train_step.py --quick                 two sizes, the systems that matter most
 python benchmarks/train_step.py --sizes 8B --only single,fsdp2-c,zc3 --json out.json
 python benchmarks/train_step.py --device cpu --sizes tiny --backend eager --steps 3
 
-Times are medians over steps that follow each other without a wait; ``host`` is how long the host takes to issue a step
-when the device is idle. The limit's whole step adds the optimizer's bytes at the copy bandwidth of the same call.
+All rows are measured by the same processes, one after the other; with --fresh each has processes and an empty compile cache of
+its own, and only then does the table say how long the first step took. Times are medians over steps that follow each other
+without a wait; ``host`` is how long the host takes to issue a step when the device is idle. The limit's whole step adds the
+optimizer's bytes at the copy bandwidth of the same call. Peaks leave out what an earlier row left over, which is shown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.rows import Launch, Row, write_rows
 
 SYSTEMS = ("single", "ddp-c", "fsdp2", "fsdp2-c", "fsdp2-best", "zc0", "zc1", "zc2", "zc3")
 QUICK_SYSTEMS = ("single", "fsdp2-c", "ddp-c", "zc3")
@@ -44,76 +45,12 @@ COLUMNS = (
     ("TFLOP/s", "tflops", "{:.0f}"),
     ("alloc GiB", "allocated_gib", "{:.1f}"),
     ("reserved GiB", "reserved_gib", "{:.1f}"),
-    ("first step s", "first_step_s", "{:.1f}"),
+    ("first step s", "cold_step_s", "{:.1f}"),
+    ("left over GiB", "left_over_gib", "{:.2f}"),
     ("regions", "region_text", "{}"),
+    ("replayed", "replays", "{}"),
     ("loss", "loss", "{:.3f}"),
 )
-
-
-def run(args: argparse.Namespace, size: str, system: str) -> dict[str, Any]:
-    """One system at one size; a failure is a result with ``error``."""
-    nproc = 1 if system == "single" else args.nproc
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    program += [str(ROOT / "benchmarks" / "measure.py"), "--system", system, "--size", size, "--device", args.device]
-    program += ["--steps", str(args.steps), "--backend", args.backend, "--dtype", args.dtype, "--reduce", args.reduce]
-    for option in ("policy", "clip", "micro_batch"):
-        if getattr(args, option) is not None:
-            program += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    threads = os.environ.get("OMP_NUM_THREADS", "8" if args.device == "cuda" else "1")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads}
-    begin = time.monotonic()
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    try:
-        output, _ = process.communicate(timeout=args.timeout)
-        ended = f"exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
-        output, _ = process.communicate()
-        ended = f"not done in {args.timeout:.0f} s"
-    finally:
-        if process.poll() is None:
-            kill_tree(process.pid)
-    seconds = time.monotonic() - begin
-    if args.logs:
-        Path(args.logs).mkdir(parents=True, exist_ok=True)
-        (Path(args.logs) / f"{size}_{system}.log").write_text(output)
-    results = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
-    if results:
-        return {**json.loads(results[-1]), "seconds": seconds}
-    return {
-        "system": system,
-        "size": size,
-        "error": f"{reason(output)} ({ended})",
-        "log": output[-4000:],
-        "seconds": seconds,
-    }
-
-
-def kill_tree(pid: int) -> None:
-    """End a launcher and its ranks, which have sessions of their own."""
-    pids = [pid]
-    for parent in pids:  # grows while it is read
-        try:
-            pids += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-        except OSError:
-            continue
-    for one in pids:
-        try:
-            os.kill(one, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
-def reason(output: str) -> str:
-    """The line of a log that says most."""
-    if "OutOfMemoryError" in output:
-        return "out of memory"
-    lines = [
-        line.strip() for line in output.splitlines() if "Error" in line and "torch.distributed.elastic" not in line
-    ]
-    lines = [line.split("]:", 1)[-1].strip() for line in lines if "ChildFailedError" not in line]
-    return (lines[-1] if lines else "no result")[:160]
 
 
 def compare(rows: list[dict[str, Any]], nproc: int) -> None:
@@ -127,7 +64,15 @@ def compare(rows: list[dict[str, Any]], nproc: int) -> None:
     for row in rows:
         if "error" not in row:
             row["region_text"] = f"{row['distinct_regions']}/{row['regions']}" if "regions" in row else None
+            row["cold_step_s"] = None if row.get("warm") else row["first_step_s"]
             row["vs_limit"] = row["step_ms"] / limit["step_ms"] if limit is not None else None
+
+
+def said(row: dict[str, Any]) -> str:
+    """What a row came to, in a few words; on a GPU with what the device held before it, beside torch's allocator."""
+    text = row["error"] if "error" in row else f"{row['step_ms']:.1f} ms"
+    outside = f", {row['outside_gib']:.1f} GiB outside of torch before" if "outside_gib" in row else ""
+    return f"{text} ({row['seconds']:.0f} s{outside})"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -164,8 +109,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--clip", type=float, help="clip gradients to this norm in every step; default: no clipping")
     parser.add_argument("--policy", help="zcompile's policy; default: its own")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="zcompile's others, in JSON: '{\"max_captures\": 2}'"
+    )
     parser.add_argument("--micro-batch", type=int, help="rows of a rank; default: the size's own")
     parser.add_argument("--backend", default="inductor", help="of every compiled system; eager leaves compilation out")
+    parser.add_argument("--fresh", action="store_true", help="new processes and an empty compile cache for every row")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system at one size")
     parser.add_argument("--json", help="write all results here, after every system")
     parser.add_argument("--logs", help="write the output of every system into this folder")
@@ -183,21 +132,27 @@ def main() -> int:
     unknown = [s for s in systems if s not in SYSTEMS]
     if unknown:
         raise SystemExit(f"unknown systems {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    names = ("micro_batch", "policy", "clip", "dtype", "reduce", "backend", "steps", "options")
+    options = {n: getattr(args, n) for n in names}
+    chosen = not args.only and args.stages is None
+    wanted = [
+        Row(system, size, **options)
+        for size in sizes
+        for system in systems
+        if not (chosen and system in TOO_LARGE.get(size, ()))
+    ]
+    launch = Launch(args.nproc, args.device, args.timeout, args.logs, args.fresh)
     everything: list[dict[str, Any]] = []
-    for size in sizes:
-        rows: list[dict[str, Any]] = []
-        for system in systems:
-            if not args.only and args.stages is None and system in TOO_LARGE.get(size, ()):
-                continue
-            row = run(args, size, system)
-            rows.append(row)
-            everything.append(row)
-            compare(rows, args.nproc)
-            text = row["error"] if "error" in row else f"{row['step_ms']:.1f} ms"
-            print(f"{size} {system}: {text} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
-            if args.json:
-                Path(args.json).write_text(json.dumps(everything, indent=1))
-        print(f"\n{size}, {args.nproc} ranks, {args.dtype}\n\n{table(rows)}\n", flush=True)
+    for index, row in enumerate(launch.measure(wanted)):
+        everything.append(row)
+        size = row["size"]
+        rows = [r for r in everything if r["size"] == size]
+        compare(rows, args.nproc)
+        print(f"{wanted[index]}: {said(row)}", file=sys.stderr, flush=True)
+        if args.json:
+            write_rows(args.json, everything)
+        if index + 1 == len(wanted) or wanted[index + 1].size != size:
+            print(f"\n{size}, {args.nproc} ranks, {args.dtype}\n\n{table(rows)}\n", flush=True)
     return int(all("error" in row for row in everything))
 
 

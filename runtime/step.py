@@ -75,7 +75,8 @@ class StepRunner:
             slots: list[Any] = [None] * program.num_slots
             for port in program.inputs:
                 slots[port.slot] = read(port)
-            ports, results = program.outputs, self._run(step.forward, slots)
+            with contextlib.nullcontext() if self.tapes is None else self.tapes.issuing_forward(step):
+                ports, results = program.outputs, self._run(step.forward, slots)
         else:
             ports, results = tape.ends, tape.forward.results
         outputs: list[Any] = [None] * step.num_outputs
@@ -135,9 +136,9 @@ class StepRunner:
             with self._told():
                 results = self.tapes.backward(tape, tangents) if self.tapes is not None else None
         if results is None:
-            results = self._run(backward, self._backward_slots(program, saved, tangents, keep))
-            if self.tapes is not None and not local:
-                self.tapes.warmed(step)
+            measured = None if local else self.tapes
+            with contextlib.nullcontext() if measured is None else measured.issuing_backward(step):
+                results = self._run(backward, self._backward_slots(program, saved, tangents, keep))
         grads = [(port.key, results[port.slot]) for port in program.outputs if port.kind == "grad"]
         input_grads = {port.key: results[port.slot] for port in program.outputs if port.kind == "input_grad"}
         if saved.tape is not None:  # the next replay writes over them

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from zcompile.errors import RankError
 from zcompile.program import Port, Program, Runnable, Start, StepProgram
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Chunks
+from zcompile.runtime.pace import Pace
 from zcompile.runtime.recorder import Recorder, Recording
 
 #: steps that run before one is recorded: they compile kernels, and allocate what a recording may not
@@ -27,6 +29,9 @@ IN_USE = (
     "gradients or values of an earlier step are in use at the forward; call zero_grad() before it, and backward() once for each "
     "forward"
 )
+
+#: why a step is not replayed that would not be faster
+DEVICE_BOUND = "the host issues it faster than the device runs it"
 
 #: what a forward leaves for its backward
 _LEFT = ("saved", "kept")
@@ -116,6 +121,7 @@ class Tapes:
         executor: runs what is recorded.
         make: makes a recorder for each tape.
         say: told once why steps are not replayed.
+        pace: says whether it is worth it; None: it is.
 
     Attributes:
         replays: steps whose forward was replayed.
@@ -124,7 +130,9 @@ class Tapes:
         paused: why no step is replayed for now; empty: they are.
     """
 
-    def __init__(self, executor: Executor, make: Callable[[], Recorder], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, executor: Executor, make: Callable[[], Recorder], say: Callable[[str], None], pace: Pace | None = None
+    ) -> None:
         self.replays = 0
         self.reason = ""
         self.hidden_bytes = 0
@@ -132,6 +140,7 @@ class Tapes:
         self._executor = executor
         self._make = make
         self._say = say
+        self._pace = pace
         self._said: set[str] = set()
         self._warm: dict[int, int] = {}
         self._tape: Tape | None = None
@@ -142,8 +151,17 @@ class Tapes:
 
     # Forward. ---------------------------------------------------------------------------------------------------------
 
-    def warmed(self, step: StepProgram) -> None:
-        """Count a step that ran as it was issued, backward and all."""
+    def issuing_forward(self, step: StepProgram) -> contextlib.AbstractContextManager[None]:
+        """The body issues a step's forward."""
+        pace = None if self._over or step.backward is None else self._pace
+        return contextlib.nullcontext() if pace is None else pace.forward()
+
+    @contextlib.contextmanager
+    def issuing_backward(self, step: StepProgram) -> Iterator[None]:
+        """The body issues a step's backward, reductions and all."""
+        pace = None if self._over else self._pace
+        with contextlib.nullcontext() if pace is None else pace.backward():
+            yield
         self._warm[id(step)] = self._warm.get(id(step), 0) + 1
 
     def forward(self, step: StepProgram, read: Read) -> Tape | None:
@@ -174,6 +192,11 @@ class Tapes:
                 return self._over
             if self._recordings == MAX_RECORDINGS:
                 return "buffers were replaced too often"
+            if self._pace is not None:
+                if not self._pace.is_host_bound():
+                    self._over = DEVICE_BOUND if self._pace.is_over else ""
+                    return DEVICE_BOUND
+                self._pace = None
             if self._warm.get(id(step), 0) < WARM_STEPS:
                 return "it is not warm yet"
             shards = self._executor.shards

@@ -38,6 +38,7 @@ from zcompile.runtime.executor import Executor
 from zcompile.runtime.fill import fill
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
+from zcompile.runtime.pace import Pace
 from zcompile.runtime.peers import connect
 from zcompile.runtime.placed import refuse_numbers_of_parts
 from zcompile.runtime.ranks.agreement import Agreement
@@ -79,7 +80,7 @@ def compile(
     max_captures: int = 16,
     sync_init: bool = True,
     init: Callable[[nn.Module], Any] | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
     debug_nonfinite: bool = False,
 ) -> CompiledModule:
     """Compile a model for data-parallel training. Collective: every rank calls it with the same model and options.
@@ -115,9 +116,9 @@ def compile(
         init: gives values to a model on ``meta``, called with one module at a time whose own parameters and buffers are full
             then, such as ``lambda module: module.reset_parameters()``; modules that own none are left out.
         cuda_graphs: on a GPU, record the step of the most frequent kind of arguments as CUDA graphs, so that the host issues forward
-            and backward as one each. It pays where the host is slower than the device: small models and batches. What cannot be
-            replayed runs as ever, with a reason in the log: gradients that exist at the forward, another kind of arguments. Outputs
-            are copies; results are the same. Memory of the recorded step stays reserved.
+            and backward as one each. None: if the first steps show that the device waits for the host, as with small models and
+            batches. What cannot be replayed runs as ever, with a reason in the log: gradients that exist at the forward, another
+            kind of arguments. Outputs are copies then; results are the same. Memory of the recorded step stays reserved.
         debug_nonfinite: check what every region computes, and end the step with an error that names the operator, its source
             line and module, or the argument or parameter, where the first NaN or infinity comes from. For finding it: every
             region waits for the device, and keeps its inputs until then. Infinities that masks are made of are no alarm.
@@ -275,25 +276,32 @@ def _take_over(
         spec = shards.specs[name]
         return ParamType(name, spec.shape, compute_dtype(spec, config), shards.parameter(name).requires_grad)
 
-    if config.cuda_graphs:
-        _record_steps(runner, label)
+    if config.cuda_graphs is not False and not config.debug_nonfinite:
+        _replay_steps(runner, label, asked=config.cuda_graphs is True)
     session = Session(model, config, pipeline, runner, param_type, label)
     shards.when_out_of_memory = _explainer(session)
     return CompiledModule(model, config, pipeline, session)
 
 
-def _record_steps(runner: StepRunner, label: str) -> None:
-    """Let the runner replay steps, where the device can."""
+def _replay_steps(runner: StepRunner, label: str, asked: bool) -> None:
+    """Let the runner replay steps, where the device can: always, or when it waits for the host."""
     mesh = runner.shards.mesh
 
     def say(reason: str) -> None:
         if mesh.rank == 0:
-            log.warning("cuda_graphs: a step of %s is not replayed: %s", label, reason)
+            log.log(
+                logging.WARNING if asked else logging.INFO,
+                "cuda_graphs: a step of %s is not replayed: %s",
+                label,
+                reason,
+            )
 
     if mesh.device.type != "cuda":
-        say(f"the model is on {mesh.device}")
+        if asked:
+            say(f"the model is on {mesh.device}")
         return
-    runner.tapes = Tapes(runner.executor, partial(CudaRecorder, mesh.device), say)
+    pace = None if asked else Pace(partial(torch.cuda.Event, enable_timing=True))
+    runner.tapes = Tapes(runner.executor, partial(CudaRecorder, mesh.device), say, pace)
     weakref.finalize(runner, runner.tapes.close)  # before the process ends: NCCL waits for graphs that use it
 
 

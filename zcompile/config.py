@@ -39,7 +39,7 @@ class Config:
     timeout: float = 600.0
     max_captures: int = 16
     sync_init: bool = True
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     debug_nonfinite: bool = False
 
     def __post_init__(self) -> None:

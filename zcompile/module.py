@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zcompile import compat
 from zcompile.config import Config
-from zcompile.errors import ConfigError, ShardingError, StateError
+from zcompile.errors import ConfigError, RankError, ShardingError, StateError
 from zcompile.ir.graph import Step
 from zcompile.pipeline import History, Pipeline
 from zcompile.planner.memory import Memory
@@ -27,6 +27,7 @@ from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.shards import Slot
+from zcompile.runtime.step import StepRunner
 from zcompile.scheduled import Graphs
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
@@ -259,6 +260,18 @@ class CompiledModule(nn.Module):
 
     # Full parameters. -------------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """End the model without gathering its weights, so that its memory goes with the last reference. Collective.
+
+        Also after an error, when every rank comes here. ``zcompile.unwrap`` ends a model and gives its weights back.
+        """
+        if self._session.runner.agreement.is_closed:
+            return
+        self._checkpoints.settle()
+        with contextlib.suppress(RankError):  # after an error ranks need not agree any more
+            self._announce("close")  # nothing of another rank is in flight then
+        _end(self._session.runner)
+
     @contextlib.contextmanager
     def unsharded(self, modifier_rank: int | None = 0) -> Iterator[nn.Module]:
         """``model.original`` has full parameters inside, to read, or to change in place on ``modifier_rank``. Collective.
@@ -369,12 +382,17 @@ def unwrap(model: CompiledModule) -> nn.Module:
     model._announce("unwrap")
     if runner.shards.mesh.is_distributed:
         put_full(model.original, runner.shards)
+    _end(runner)
+    return model.original
+
+
+def _end(runner: StepRunner) -> None:
+    """Let go of parameters and of other ranks."""
     for parameter in runner.shards.parameters:
         vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
     if runner.tapes is not None:
         runner.tapes.close()
     leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
-    return model.original
 
 
 def leave(collectives: Collectives, agreement: Agreement, mesh: Mesh) -> None:

@@ -72,6 +72,7 @@ class Session:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model: ``model(*args, **kwargs)``."""
+        self.runner.agreement.check_open()
         if self._unfilled:
             self._check_filled()
         for name, parameter, address in self._memory:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zcompile import errors
-from zcompile.errors import RankError, RankMismatchError, RankTimeoutError
+from zcompile.errors import MeshError, RankError, RankMismatchError, RankTimeoutError
 from zcompile.runtime.ranks import exits, process
 from zcompile.runtime.ranks.board import Board, Failure, Position
 from zcompile.runtime.ranks.history import Call, History
@@ -48,6 +48,9 @@ class Agreement:
         world_size: number of ranks.
         timeout: seconds that any wait may take.
         name: of the model, in thread names.
+
+    Attributes:
+        is_closed: whether this rank has left.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, timeout: float = 600.0, name: str = "model") -> None:
@@ -67,7 +70,7 @@ class Agreement:
         self.beside: Wait | None = None  # of another thread than the training one, which ends it at the timeout
         self._raised = ""
         self._topics: dict[str, int] = {}
-        self._closed = False
+        self.is_closed = False
         self._process = process.identity()
         self._device_waits: list[Callable[[], Wait | None]] = []
         self._on_break: list[Callable[[], None]] = []
@@ -82,11 +85,6 @@ class Agreement:
     def board(self) -> Board | None:
         """Where the ranks post; None with one rank, or without a store."""
         return self._board
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether this rank has left."""
-        return self._closed
 
     # Agreeing. --------------------------------------------------------------------------------------------------------
 
@@ -118,6 +116,7 @@ class Agreement:
             RankError: as for ``compare``; also whatever ended this agreement earlier.
         """
         self.check()
+        self.check_open()
         call = (kind, sequence.digest)
         if not self._history.follow(call):
             if self._board is not None:
@@ -141,6 +140,11 @@ class Agreement:
         """Raise what ended this agreement, if something did."""
         if self._error is not None:
             raise self._copy()
+
+    def check_open(self) -> None:
+        """Refuse, with a MeshError, a model that was ended."""
+        if self.is_closed:
+            raise MeshError("the model was ended by close or unwrap; compile the plain module again to go on")
 
     # Waiting. ---------------------------------------------------------------------------------------------------------
 
@@ -222,10 +226,9 @@ class Agreement:
 
     def close(self) -> None:
         """Leave: tell the others, end the thread. Harmless when called twice."""
-        board = self._board
-        if board is None or self._closed:
+        left, self.is_closed = self.is_closed, True
+        if left or (board := self._board) is None:
             return
-        self._closed = True
         self._change += 1
         board.submit(lambda _: board.post_position())
         if self._error is not None and board.host == "rank 0" and self.rank == 0:
@@ -248,7 +251,7 @@ class Agreement:
         calls, (kind, digest) = self._calls, self._call
         state, topic, needs = "running", "", 0
         text = f"runs its own code after {self.name_call()}" if calls else "has made no call yet"
-        if self._closed:
+        if self.is_closed:
             state, text = "closed", f"has left after {self.name_call()}" if calls else "has left without a call"
         elif wait is not None:
             state, text, topic, needs = wait.state, wait.text, wait.topic, wait.needs

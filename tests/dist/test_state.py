@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import zcompile
 from tests.dist.models import CASES, Net, all_rows, net, rows
 from tests.dist.pool import Pools
 from tests.dist.training import LR, Trained, adamw, assert_equal_training, this_rank, train, world_size
-from zcompile.errors import ShardingError, StateError, UnfilledError
+from zcompile.errors import MeshError, ShardingError, StateError, UnfilledError
 
 pytestmark = pytest.mark.dist
 
@@ -150,6 +152,30 @@ def unwrap(stage: int) -> None:
 @both_ends
 def test_unwrap(ranks: Pools, stage: int) -> None:
     ranks(2, unwrap, stage=stage)
+
+
+def close(stage: int) -> None:
+    """A closed model refuses calls, nothing of it stays alive, and its ranks can make another."""
+    model, x = compiled(stage), rows(0, this_rank())
+    optimizer = adamw(model)
+    model(x)["loss"].backward()
+    optimizer.step()
+    alive = [weakref.ref(each) for each in (model, model.original, *model.parameters())]
+    model.close()
+    model.close()
+    for refused in (lambda m: m(x), lambda m: m.full_state_dict(), lambda m: m.clip_grad_norm_(1.0)):
+        with pytest.raises(MeshError, match="ended by close"):
+            refused(model)
+    del model, optimizer
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
+    compiled(stage)(x)["loss"].backward()
+
+
+@both_ends
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_close(ranks: Pools, stage: int, world_size: int) -> None:
+    ranks(world_size, close, stage=stage)
 
 
 def no_copies() -> None:
