@@ -58,6 +58,7 @@ TOP = frozenset(
         "components",
         "contents",
         "engine",
+        "explained",
         "export",
         "launch",
         "module",

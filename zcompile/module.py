@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from zcompile import compat
 from zcompile.config import Config
 from zcompile.errors import ConfigError, RankError, ShardingError, StateError
+from zcompile.explained import explained
 from zcompile.ir.graph import Step
 from zcompile.pipeline import History, Pipeline
 from zcompile.planner.memory import Memory
@@ -88,7 +88,7 @@ class CompiledModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             value = getattr(original := self.__dict__["original"], name)
-            return _explained(value) if getattr(value, "__self__", None) is original else value
+            return explained(value) if getattr(value, "__self__", None) is original else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -350,29 +350,6 @@ class CompiledModule(nn.Module):
 
 def _of_original(name: str) -> Any:
     return lambda self, *args: getattr(type(self.original), name)(self.original, *args)
-
-
-#: what torch says where a shard is computed with beside plain tensors, saved by safetensors, or turned into an array or list
-_NOT_FOR_SHARDS = ("mixed torch.Tensor and DTensor", "invalid python storage", "not supported for tensor subclasses")
-
-
-def _explained(method: Any) -> Any:
-    """A method of the user's module, with an error of ours where it computes with shards."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except RuntimeError as error:
-            if not any(words in str(error) for words in _NOT_FOR_SHARDS):
-                raise
-            name = method.__name__
-            raise ShardingError(
-                f"method '{name}' works on parameters, which are shards outside of the compiled forward; call it as "
-                f"'with model.unsharded() as original: original.{name}(...)' on every rank"
-            ) from error
-
-    return call
 
 
 def unwrap(model: CompiledModule) -> nn.Module:

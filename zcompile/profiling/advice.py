@@ -42,7 +42,13 @@ class Advice:
 
 
 def advise(
-    steps: Sequence[MeasuredStep], config: Config, memory: DeviceMemory | None, total_bytes: int, world_size: int
+    steps: Sequence[MeasuredStep],
+    config: Config,
+    memory: DeviceMemory | None,
+    *,
+    total_bytes: int = 0,
+    world_size: int = 1,
+    replays: bool = False,
 ) -> tuple[Advice, ...]:
     """What to change, the most urgent first.
 
@@ -52,12 +58,13 @@ def advise(
         memory: of the device; None on the CPU.
         total_bytes: of the device's memory; 0 on the CPU.
         world_size: ranks.
+        replays: whether steps are replayed as CUDA graphs when no profile is taken.
     """
     mean = {name: sum(step.shares[name] for step in steps) / len(steps) for name in steps[0].shares}
     step_us = sum(step.step_us for step in steps) / len(steps)
     found = [
         *_communication(steps, config, mean[EXPOSED], step_us),
-        *_host(steps, config, mean, step_us),
+        *_host(steps, config, mean, step_us, replays),
         *_memory(config, memory, total_bytes, world_size),
     ]
     return tuple(found)
@@ -90,7 +97,9 @@ def _communication(
     )
 
 
-def _host(steps: Sequence[MeasuredStep], config: Config, mean: dict[str, float], step_us: float) -> Iterator[Advice]:
+def _host(
+    steps: Sequence[MeasuredStep], config: Config, mean: dict[str, float], step_us: float, replays: bool
+) -> Iterator[Advice]:
     busy = sum(mean[name] for name in (COMPUTATION, COPIES, OPTIMIZER, OTHER)) / step_us
     share = mean[HOST] / step_us
     if busy >= BUSY_SHARE or share <= HOST_SHARE:
@@ -103,8 +112,10 @@ def _host(steps: Sequence[MeasuredStep], config: Config, mean: dict[str, float],
         changes.append("look for what the loop does there: loading data, .item(), logging")
     else:
         where = f"in the {place}"
-    if not config.cuda_graphs:
-        changes.append("let steps be replayed (cuda_graphs=True, on a GPU)")
+    if replays:
+        where += ", of issued steps: replayed ones, as when no profile is taken, wait less"
+    else:
+        changes.append("let steps be replayed on a GPU (cuda_graphs=True)")
     if config.backend == "eager":
         changes.append("fuse (backend='inductor')")
     changes.append("give each step more to do (a larger micro-batch)")

@@ -87,7 +87,7 @@ def compare(profile: Profile, plan: Plan) -> Comparison:
 
 
 def _by_kind_and_name(whats: Iterable[Event | Span]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    kinds = dict.fromkeys(("region", "cast", "optimizer", *_GATHERED), 0.0)
+    kinds: dict[str, float] = dict.fromkeys(("region", "cast", "optimizer", *_GATHERED), 0.0)
     names: dict[str, list[float]] = {}
     for what in whats:
         us = what.end_us - what.start_us

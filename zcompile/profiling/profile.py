@@ -17,7 +17,7 @@ from zcompile.profiling.measured import SHARES, MeasuredStep, measured
 from zcompile.profiling.ranks import Ranks, gather
 from zcompile.program import StepProgram
 from zcompile.report import DeviceMemory
-from zcompile.runtime.profiler import PAUSED, Profiler
+from zcompile.runtime.profiler import Profiler
 
 if TYPE_CHECKING:
     from zcompile.planner.plan import Plan
@@ -146,7 +146,14 @@ class Profile:
         """What to change, the most urgent first."""
         device = self._session.runner.shards.mesh.device
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-        return advise(self.steps, self._session.config, self.device, total, self.world_size)
+        return advise(
+            self.steps,
+            self._session.config,
+            self.device,
+            total_bytes=total,
+            world_size=self.world_size,
+            replays=self._profiler.paused_replays,
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -155,9 +162,7 @@ class Profile:
         if self.done and self.missing:
             notes.append(f"stopped after {len(self._profiler.steps)} of {self.num_steps} steps")
         if self._profiler.paused_replays:
-            notes.append(
-                f"no step was replayed as a CUDA graph meanwhile: {PAUSED.removeprefix('it is being profiled, which ')}"
-            )
+            notes.append("steps were issued and not replayed as CUDA graphs, inside which nothing can be seen")
         return tuple(notes)
 
     def region_times(self) -> dict[str, float]:
