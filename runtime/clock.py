@@ -46,6 +46,9 @@ class HostClock:
     def begin(self) -> None:
         """Get ready; may wait for the device."""
 
+    def end(self) -> None:
+        """No mark comes behind this; may wait for the device."""
+
     def mark(self) -> Mark:
         """Here and now."""
         return Mark(host_us())
@@ -55,7 +58,7 @@ class HostClock:
         return None
 
     def read(self, marks: Iterable[Mark]) -> None:
-        """Find out when the device came by; waits for it."""
+        """Find out when the device came by marks that lie before the end."""
 
 
 class DeviceClock:
@@ -70,17 +73,23 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes: dict[str, torch.cuda.Stream] = {}
-        self._anchor = self._event()
-        self._anchor_us = 0.0
+        self._anchors: list[tuple[float, torch.cuda.Event]] = []
 
     def begin(self) -> None:
         """Bring both clocks together; waits for the device."""
+        self._anchors = [self._anchor()]
+
+    def end(self) -> None:
+        """Bring them together again, as one may go faster than the other; waits for the device."""
+        self._anchors.append(self._anchor())
+
+    def _anchor(self) -> tuple[float, torch.cuda.Event]:
+        """A moment on both clocks."""
         torch.cuda.synchronize(self._device)
-        before = host_us()
-        self._anchor = self._event()
-        self._anchor.record(torch.cuda.current_stream(self._device))
-        self._anchor.synchronize()
-        self._anchor_us = (before + host_us()) / 2
+        before, event = host_us(), self._event()
+        event.record(torch.cuda.current_stream(self._device))
+        event.synchronize()
+        return (before + host_us()) / 2, event
 
     def mark(self) -> Mark:
         """Here in the current stream."""
@@ -100,11 +109,14 @@ class DeviceClock:
             return self.mark()
 
     def read(self, marks: Iterable[Mark]) -> None:
-        """Find out when the device came by; waits for it."""
-        torch.cuda.synchronize(self._device)
+        """Find out when the device came by marks that lie before the end."""
+        (first_us, first), (last_us, last) = self._anchors
+        rate = (last_us - first_us) / first.elapsed_time(
+            last
+        )  # microseconds of the host in a millisecond of the device
         for mark in marks:
             if mark.event is not None:
-                mark.device_us = self._anchor_us + 1e3 * self._anchor.elapsed_time(mark.event)
+                mark.device_us = first_us + rate * first.elapsed_time(mark.event)
                 mark.event = None
 
     @staticmethod

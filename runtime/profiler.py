@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from zcompile.runtime.watched import Flight, Piece, RawStep, Run
 
 #: why steps are not replayed meanwhile
 PAUSED = "it is being profiled, which shows nothing of what happens inside a replay"
+
+#: units that the label of a region names
+MOST_UNITS = 3
 
 
 class Profiler:
@@ -57,6 +61,7 @@ class Profiler:
         self._update: Mark | None = None
         self._labels: dict[int, dict[int, str]] = {}
         self._hooks: list[Any] = []
+        self._has_ended = False
 
     @property
     def on_host(self) -> bool:
@@ -84,12 +89,25 @@ class Profiler:
 
     def stop(self) -> None:
         """End the step that runs, which counts if it had its backward, and watch no more. Harmless when called twice."""
+        if self.is_armed and self._current is not None and self._current.trained:
+            self._turn()
         if self.is_armed:
-            if self._current is not None and self._current.trained:
-                self._turn()
-            self._disarm()
+            self._end()
 
-    def _disarm(self) -> None:
+    def _end(self) -> None:
+        self.abandon()
+        if self.steps and not self._has_ended:
+            with self._waiting():
+                self._clock.end()
+            self._has_ended = True
+
+    def _waiting(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the host waits for the device, which may itself wait for a rank that is lost."""
+        agreement = self._runner.shards.mesh.agreement
+        return contextlib.nullcontext() if agreement is None else agreement.waiting("the end of a profiled step")
+
+    def abandon(self) -> None:
+        """Watch no more; the step that runs does not count. Waits for nothing. Harmless when called twice."""
         if not self.is_armed:
             return
         self.is_armed = False
@@ -103,7 +121,8 @@ class Profiler:
         self._current = self._run = None
 
     def read(self) -> list[RawStep]:
-        """The steps, with the device's times of all moments; waits for the device."""
+        """The steps, with the device's times of all moments. For when it is not armed any more."""
+        self._end()  # if an error came before it
         for step in self.steps:
             self._clock.read(step.marks())
         return self.steps
@@ -125,10 +144,11 @@ class Profiler:
                 self.steps.append(current)
         self._current = None
         if len(self.steps) == self.num_steps:
-            self._disarm()
+            self._end()
             return
         if self.first is None:
-            self._clock.begin()
+            with self._waiting():
+                self._clock.begin()
             now = self._clock.mark()
         self._current = RawStep(now, now)
 
@@ -285,8 +305,9 @@ def _labels(program: Program) -> dict[int, str]:
     started: dict[int, str] = {}
     for index, ins in enumerate(program.instructions):
         if isinstance(ins, Call):
-            read = dict.fromkeys(units[i] for i in ins.inputs if i in units)
-            labels[index] = f"{ins.body} ({', '.join(read)})" if read else ins.body
+            read = list(dict.fromkeys(unit for i in ins.inputs if i in units for unit in units[i].split(", ")))
+            shown = ", ".join(read[:MOST_UNITS]) + ", ..." * (len(read) > MOST_UNITS)
+            labels[index] = f"{ins.body} ({shown})" if read else ins.body
         elif isinstance(ins, Wait):
             labels[index] = started[ins.ticket]
         elif isinstance(ins, Release):

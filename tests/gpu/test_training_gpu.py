@@ -23,6 +23,7 @@ NUM_DEVICES = torch.cuda.device_count()
 STAGES = {1: (0, 3), 2: (0, 1, 2, 3)}
 PEERS = ["stage:3:fp32:peers", "stage:3:bf16:peers", "stage:1:bf16:peers"]
 GRAPHS = {1: ["stage:3:bf16:graphs"], 2: ["stage:3:fp32:graphs", "stage:0:bf16:graphs", "stage:3:bf16:peers+graphs"]}
+PROFILES = {1: ["profile", "profile:graphs"], 2: ["profile", "profile:peers+graphs"]}
 
 
 def training_jobs(world_size: int) -> list[str]:
@@ -34,7 +35,7 @@ def training_jobs(world_size: int) -> list[str]:
 def jobs(world_size: int) -> list[str]:
     """Everything that runs on so many ranks, whatever fails in between."""
     others = [f"{kind}:{stage}" for kind in ("memory", "fp16") for stage in STAGES[world_size]]
-    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *others, "asking"]
+    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *others, *PROFILES[world_size], "asking"]
 
 
 JOB_LIMIT = 60.0  # seconds for each job, compilation included, and the same again to start
@@ -173,6 +174,34 @@ def test_what_cannot_be_replayed_trains(results: Results, world_size: int, job: 
     result = results.of(world_size, job)
     assert result["replays"] == 0
     assert result["losses"] == pytest.approx(result["plain"], rel=1e-5)
+
+
+@worlds("job", PROFILES.__getitem__)
+def test_a_profile_finds_pauses_of_the_host_and_of_ranks(results: Results, world_size: int, job: str) -> None:
+    """Beside plain PyTorch's losses: every instruction once, every moment in one share, and each delay where it was made."""
+    result = results.of(world_size, job)
+    assert result["losses"] == pytest.approx(results.of(world_size, "plain")["losses"], rel=5e-5)
+    assert result["in_order"]
+    for step_us, shares in zip(result["step_us"], result["shares"], strict=True):
+        assert sum(shares.values()) == pytest.approx(step_us) and min(shares.values()) >= 0
+        assert shares["computation"] > 0 and shares["optimizer"] > 0
+    first, paused, delayed = result["shares"]
+    delay_us = 0.9 * 1e6 * 0.05
+    assert paused["waits for the host"] >= delay_us
+    elsewhere = ["other work", "waits for the host"]  # a device that works between programs; on the CPU nobody can tell
+    if world_size == 1:
+        assert sum(delayed[name] for name in elsewhere[: 1 if DEVICE == "cuda" else 2]) >= delay_us
+    else:
+        assert delayed["waits for collectives"] >= first["waits for collectives"] + 0.6 * delay_us
+        of_last = sum(result["ranks"][-1][name] for name in elsewhere[: 1 if DEVICE == "cuda" else 2])
+        assert 3 * of_last >= delay_us, "the mean of three steps"
+        assert all(start < end and num_bytes > 0 for start, end, num_bytes in result["collectives"])
+        streams = ["gathers", "reductions"] if "peers" in job and DEVICE == "cuda" else ["group"]
+        assert set(streams) <= set(result["streams"])
+    assert min(result["alive_bytes"]) > 0 and result["num_times"] > 4 and "together" in result["text"]
+    replays = result["replays"]
+    assert len(set(replays[4:9])) == 1, f"no step is replayed meanwhile: {replays}"
+    assert "graphs" not in job or DEVICE != "cuda" or replays[-1] > replays[8] > 0, replays
 
 
 @worlds("stage", STAGES.__getitem__)

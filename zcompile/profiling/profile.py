@@ -88,8 +88,11 @@ class Profile:
     def __enter__(self) -> Profile:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.stop()
+        else:  # the device may never come to the end of what it was given
+            self._profiler.abandon()
 
     # What came out. ---------------------------------------------------------------------------------------------------
 
@@ -99,7 +102,7 @@ class Profile:
 
     @property
     def steps(self) -> tuple[MeasuredStep, ...]:
-        """The steps that were timed. The first look waits for the device.
+        """The steps that were timed.
 
         Raises:
             ProfileError: there are none yet, or it is not done.
