@@ -31,7 +31,7 @@ from zcompile.runtime import collectives
 SMALL = LlamaConfig(vocab_size=509, hidden=256, layers=4, heads=4, kv_heads=2, ffn=515, max_seq=64)
 LARGE = LlamaConfig(vocab_size=4096, hidden=1024, layers=8, heads=8, kv_heads=8, ffn=4096, max_seq=64)
 STEPS, ROWS, LR, MAX_NORM = 10, 4, 1e-3, 1.0
-PAUSE = 0.05  # seconds
+PAUSE = 0.2  # seconds
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "inductor"
 NUM_DEVICES = torch.cuda.device_count()
 
+#: seconds that a rank program waits on purpose
+PAUSE = 0.2
+
 #: with one rank all stages are the same program
 STAGES = {1: (0, 3), 2: (0, 1, 2, 3)}
 PEERS = ["stage:3:fp32:peers", "stage:3:bf16:peers", "stage:1:bf16:peers"]
@@ -186,7 +189,7 @@ def test_a_profile_finds_pauses_of_the_host_and_of_ranks(results: Results, world
         assert sum(shares.values()) == pytest.approx(step_us) and min(shares.values()) >= 0
         assert shares["computation"] > 0 and shares["optimizer"] > 0
     first, paused, delayed = result["shares"]
-    delay_us = 0.9 * 1e6 * 0.05
+    delay_us = 0.9 * 1e6 * PAUSE
     assert paused["waits for the host"] >= delay_us
     elsewhere = ["other work", "waits for the host"]  # a device that works between programs; on the CPU nobody can tell
     if world_size == 1:
