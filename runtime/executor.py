@@ -20,6 +20,13 @@ from zcompile.runtime.shards import ParameterShards
 Body = Callable[[list[Tensor]], Sequence[Any]]
 
 
+def as_written(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Operators inside compute in the dtypes that they are given: a graph holds the casts that autocast made, once."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 class Executor:
     """Runs programs of one compiled model.
 
@@ -54,6 +61,11 @@ class Executor:
         Returns:
             the slot table; read the outputs at their slots.
         """
+        with torch.no_grad(), as_written(self.buffers.device):
+            self._run(program, bodies, slots)
+        return slots
+
+    def _run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> None:
         pending: dict[int, Pending] = {}
         first = id(program) not in self._checked  # programs live as long as their captures, which outlive this executor
         self._checked.add(id(program))
@@ -79,7 +91,6 @@ class Executor:
                 self.buffers.give([slots[i] for i in ins.slots])
                 for i in ins.slots:
                     slots[i] = None
-        return slots
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

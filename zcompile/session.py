@@ -23,6 +23,7 @@ from zcompile.lower.finite import Watch
 from zcompile.pipeline import Dump, Pipeline
 from zcompile.planner.budget import fit
 from zcompile.planner.memory import Setup
+from zcompile.runtime.executor import as_written
 from zcompile.runtime.step import StepRunner
 from zcompile.verify.verifier import Verifier
 
@@ -135,7 +136,7 @@ class Session:
             with rng_untouched(self.runner.shards.mesh.device):
                 captured = capture(self.model, call, params, self.runner.shards.mesh.device, self.name)
                 dump = Dump.from_environment(f"{self.name}_{number}")
-                with collector_paused():
+                with collector_paused(), as_written(self.runner.shards.mesh.device):
                     built = build(
                         captured,
                         self._fitted(captured) if call.training else self.pipeline,
