@@ -158,7 +158,7 @@ def test_autocast_stays_outside_of_what_was_captured() -> None:
         losses.append(loss.detach())
     assert torch.equal(*losses)
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(a.grad, b.grad, rtol=5e-2, atol=5e-3)
 
 
 def test_autocast_for_another_device_type_does_not_count() -> None:
