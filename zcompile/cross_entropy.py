@@ -70,6 +70,7 @@ def forward(
     """``zc.linear_cross_entropy``: see ``zcompile.ops``."""
     losses = hidden.new_empty(hidden.shape[0], dtype=dtype)
     lse = torch.empty_like(losses)
+    labels = labels.contiguous()
     memory = hidden.new_empty(min(rows, len(hidden)) * len(weight))
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
@@ -91,6 +92,7 @@ def backward(
     differentiate: Differentiate = differentiate_,
 ) -> list[Tensor]:
     """``zc.linear_cross_entropy_backward``: see ``zcompile.ops``."""
+    labels, lse, grad = labels.contiguous(), lse.contiguous(), grad.contiguous()
     wide = torch.promote_types(hidden.dtype, torch.float32)
     of_hidden = hidden.new_empty(hidden.shape if wanted[0] else 0, dtype=wide)
     of_weight = weight.new_empty(weight.shape if wanted[1] else 0)

@@ -141,7 +141,7 @@ def _write_forward(loss: LinearLoss, graph: fx.Graph, rows: int) -> tuple[fx.Nod
         labels = (
             replay_backward(loss.path, labels, call) if loss.is_sliced else labels
         )  # label 0 where nobody reads the loss
-        labels = call(_aten.view.default, labels, [num_rows])
+        labels = edit.call(graph, _aten.view.default, (labels, [num_rows]), name="labels", like=picked)
         inputs = (loss.hidden, weight, loss.bias, labels)
         both = edit.call(
             graph,
@@ -163,6 +163,13 @@ def _write_forward(loss: LinearLoss, graph: fx.Graph, rows: int) -> tuple[fx.Nod
     return (*inputs, lse)
 
 
+def _contiguous(value: Any, call: Any) -> fx.Node:
+    """The value for views of it, in a number a row."""
+    if meta.tensor(value).is_contiguous():
+        return value
+    return call(_aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
 def _write_backward(loss: LinearLoss, graph: fx.Graph, inputs: tuple[fx.Node | None, ...], columns: int) -> None:
     """The backward instead of the products that read the gradient of the logits."""
     gradients = loss.gradients
@@ -178,19 +185,20 @@ def _write_backward(loss: LinearLoss, graph: fx.Graph, inputs: tuple[fx.Node | N
     products = {"hidden": gradients.hidden, "weight": gradients.weight, "bias": gradients.bias}
     found = {name: node for name, node in products.items() if node is not None}
     with graph.inserting_before(end.next):
-        grad = gradients.grad
+        grad = _contiguous(gradients.grad, call)
         if meta.tensor(grad).dtype != wide:
             grad = call(_CAST, grad, wide)
         if not gradients.negated:
             grad = call(_aten.neg.default, grad)
         grad = replay(gradients.path, grad, call) if loss.is_sliced else grad
-        grad = call(_aten.view.default, grad, [meta.tensor(end).shape[0]])
+        num_rows = meta.tensor(end).shape[0]
+        grad = edit.call(graph, _aten.view.default, (grad, [num_rows]), name="losses_grad", like=end)
         options = {"columns": columns, "wanted": [node is not None for node in products.values()]}
         several = edit.call(
             graph, ops.linear_cross_entropy_backward, (*inputs, grad), options, name="loss_grads", like=end
         )
         results = edit.unpack(graph, several, [f"{name}_grad" for name in found])
-        made += [several, *results]
+        made += [grad, several, *results]
         for (name, product), result in zip(found.items(), results, strict=True):
             if name == "weight" and gradients.transposed:
                 result = call(_aten.permute.default, result, [1, 0])

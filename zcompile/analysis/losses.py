@@ -153,10 +153,8 @@ def replay(path: Iterable[fx.Node], value: Any, call: Callable[..., Any]) -> Any
     for node in path:
         if node.target in _VIEWS and node.target is not _aten.alias.default:
             value = call(_VIEW, value, [*meta.tensor(node).shape[:-1], 1])
-        elif node.target is _CLONE:
-            value = call(_CLONE, value, memory_format=torch.contiguous_format)
-        elif node.target is _SLICE:
-            value = call(_SLICE, value, *node.args[1:])
+        elif node.target is _SLICE:  # contiguous, for the views that follow
+            value = call(_CLONE, call(_SLICE, value, *node.args[1:]), memory_format=torch.contiguous_format)
         elif node.target is _SLICE_SCATTER:
             value = call(_aten.constant_pad_nd.default, value, _padding(node, node.args[1], node))
     return value
