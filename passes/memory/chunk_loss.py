@@ -22,6 +22,8 @@ _aten: Any = torch.ops.aten
 _CAST: Any = torch.ops.prims.convert_element_type.default
 #: rows and columns of pieces are multiples of this, where they are so many
 _ALIGNMENT = 64
+#: what stats of losses that are left alone begin with
+WHOLE = "losses computed whole"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class ChunkLoss(JointPass):
         for loss in linear_losses(target):
             why = self._obstacle(loss, target)
             if why:
-                stats[f"losses computed whole: {why}"] += 1
+                stats[f"{WHOLE}: {why}"] += 1
             else:
                 self._rewrite(loss, target, stats)
 

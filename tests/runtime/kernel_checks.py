@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from zcompile import cross_entropy
 from zcompile.runtime import adamw_update
 from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_
-from zcompile.runtime.kernels.adamw import Launch
-from zcompile import cross_entropy
 from zcompile.runtime.kernels import cross_entropy as cross_entropy_kernels
+from zcompile.runtime.kernels.adamw import Launch
 from zcompile.runtime.kernels.average import average_, average_reference
 from zcompile.runtime.kernels.sumsq import BLOCK_ELEMENTS, sum_of_squares, sum_of_squares_reference
 
