@@ -307,9 +307,10 @@ def _nll_loss_backward(
     if log_probs.dim() == 1 and target.dim() == 1:
         target = target[0]
     shape = [-1 if i == dim else 1 for i in range(log_probs.dim())]
-    safe = torch.where(target != ignore_index, target, 0).unsqueeze(dim)
+    target = target.unsqueeze(dim)
     grad = grad.unsqueeze(dim) if log_probs.dim() > grad.dim() > 0 else grad
-    grad = torch.where(target.unsqueeze(dim) != ignore_index, grad, 0)
+    grad = torch.where(target != ignore_index, grad, 0)
+    safe = torch.where(target != ignore_index, target, 0)
     is_target = torch.arange(log_probs.shape[dim], device=target.device).view(shape) == safe
     if weight is not None:
         grad = grad * weight.view(shape)

@@ -24,6 +24,8 @@ _CAST: Any = torch.ops.prims.convert_element_type.default
 _ALIGNMENT = 64
 #: what stats of losses that are left alone begin with
 WHOLE = "losses computed whole"
+#: what such a stat says where ``drop`` could change it
+LOGITS_RETURNED = "logits are returned as"
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,11 @@ class ChunkLoss(JointPass):
             return loss.obstacle
         names = ", ".join(f"output {index}" for index in loss.returned)
         if not self.drop:
-            return f"logits are returned as {names}"
+            return f"{LOGITS_RETURNED} {names}"
         if loss.gradients is None:
-            return f"logits are returned as {names}, and there is no backward"
+            return f"{LOGITS_RETURNED} {names}, and there is no backward"
         if any(graph.find(Tangent(index)) for index in loss.returned):
-            return f"logits are returned as {names}, which may get a gradient"
+            return f"{LOGITS_RETURNED} {names}, which may get a gradient"
         return ""
 
     def _rewrite(self, loss: LinearLoss, graph: Graph, stats: Stats) -> None:

@@ -32,6 +32,7 @@ from zcompile.analysis.matching import (
     is_over_last,
     is_zero,
     matrix,
+    same_labels,
     same_value,
 )
 from zcompile.ir import meta
@@ -314,7 +315,7 @@ def _of_picked(loss: LinearLoss, of_log_probs: fx.Node) -> Gradients:
     labels = loss.picked.args[2]
     shape, num_columns = meta.tensor(loss.picked).shape, meta.tensor(loss.logits).shape[1]
     base, dim, index, grad = arguments(inner, _aten.scatter_add.default, 4)
-    if base is not None and is_over_last(inner, dim) and is_full_of_zeros(base) and same_value(index, labels):
+    if base is not None and is_over_last(inner, dim) and is_full_of_zeros(base) and same_labels(index, labels):
         return Gradients(grad, negated=False)
     hit, negative, zero = arguments(inner, _aten.where.self, 3)
     columns, index = arguments(hit, _aten.eq.Tensor, 2)
@@ -323,7 +324,7 @@ def _of_picked(loss: LinearLoss, of_log_probs: fx.Node) -> Gradients:
     counts = (
         calls(iota, _IOTA) and iota.args == (num_columns,) and (iota.kwargs["start"], iota.kwargs["step"]) == (0, 1)
     )
-    if not (counts and meta.tensor(columns).shape[-1] == num_columns and same_value(index, labels) and is_zero(zero)):
+    if not (counts and meta.tensor(columns).shape[-1] == num_columns and same_labels(index, labels) and is_zero(zero)):
         raise _Obstacle("log-probabilities have gradients beside those of the labels")
     if meta.tensor(grad).shape != shape:
         raise _Obstacle("classes are weighted")

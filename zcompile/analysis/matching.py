@@ -49,6 +49,29 @@ def _may_be_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def same_labels(a: Any, b: Any) -> bool:
+    """Whether two columns of labels are one, where ``nll_loss`` puts 0 in the place of those that it ignores."""
+    (of_a, ignored_a), (of_b, ignored_b) = _labels(a), _labels(b)
+    same_size = meta.tensor(a).numel() == meta.tensor(of_a).numel() == meta.tensor(b).numel()
+    return same_size and ignored_a == ignored_b and same_value(of_a, of_b)
+
+
+def _labels(column: Any) -> tuple[Any, Any]:
+    """What labels are a column of, and which are 0 in it; None: none are."""
+    kept, labels, zero = arguments(_flat(column), _aten.where.self, 3)
+    compared, ignored = arguments(kept, _aten.ne.Scalar, 2)
+    if compared is not None and is_zero(zero) and same_value(_flat(compared), _flat(labels)):
+        return _flat(labels), ignored
+    return _flat(column), None
+
+
+def _flat(node: Any) -> Any:
+    """Without dimensions of size 1 that were added to it."""
+    while calls(node, _aten.unsqueeze.default):
+        node = node.args[0]
+    return node
+
+
 def matrix(node: Any) -> tuple[Any, bool]:
     """What a matrix is a transpose of, and whether it is one."""
     transposed = False
