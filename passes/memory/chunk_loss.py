@@ -49,9 +49,9 @@ class ChunkLoss(JointPass):
 
     Which rows count and how they are weighed and added up stays in the graph as it is, in a number a row.
 
-    Not exact: the gradient of ``%h`` is added up over pieces, in float32 at least, and probabilities are not rounded to a
-    low precision where the model computed its softmax in one. Costs the matmul of logits once more in backward; saves the logits and
-    their gradients but for one piece.
+    Exact but for rounding: the gradient of ``%h`` is added up over pieces, in float32 at least, and probabilities are not rounded to
+    a low precision where the model computed its softmax in one. Equal inputs give equal bits. Costs the matmul of logits once more
+    in backward; saves the logits and their gradients but for one piece.
 
     Attributes:
         mib: the most that a piece of logits may take, in MiB. Logits that are one piece are left alone.
