@@ -49,6 +49,10 @@ class Executor:
         self.accumulation = accumulation
         self.takes_local = True
         self._checked: set[int] = set()
+        if shards.mesh.device.type == "cuda":
+            from zcompile.runtime.kernels import cross_entropy  # Triton is imported where it is used
+
+            cross_entropy.register()
 
     def run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> list[Any]:
         """Run a program.

@@ -20,6 +20,7 @@ from zcompile.config import Config
 from zcompile.errors import ConfigError, RankError, ShardingError, SignatureError, UnfilledError
 from zcompile.ir.graph import Grad, Input
 from zcompile.lower.finite import Watch
+from zcompile.passes.memory.chunk_loss import WHOLE, ChunkLoss
 from zcompile.pipeline import Dump, Pipeline
 from zcompile.planner.budget import fit
 from zcompile.planner.memory import Setup
@@ -154,6 +155,8 @@ class Session:
         self._built[signature] = built
         if self.config.recompute_mode is not None and call.training:
             self._say_what_it_saves(built)
+        if call.training and self.runner.shards.mesh.rank == 0:
+            self._say_what_is_whole(built)
         return built
 
     def setup(self, optimizer: str = "adamw") -> Setup:
@@ -192,6 +195,16 @@ class Session:
                 self.name,
                 stats["blocks"],
             )
+
+    def _say_what_is_whole(self, built: Built) -> None:
+        """Which losses are not computed in pieces, and why: a warning, if the caller asked for pieces."""
+        say = log.info if self.config.loss_chunk_bytes is None else log.warning
+        for stats in (entry.stats for entry in built.history if entry.name == ChunkLoss.name):
+            reasons = [what for what in stats if what.startswith(WHOLE)]
+            if not stats and say == log.warning:
+                reasons = ["there is no cross-entropy of a linear layer"]
+            for reason in reasons:
+                say("loss_chunk=%r in %s: %s", self.config.loss_chunk, self.name, reason)
 
     def _nearest(self, signature: Signature) -> Signature:
         """The capture that differs least, so that the reason is the interesting one."""
