@@ -73,7 +73,7 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
                 elif is_peer(system) and options.peers and part == "own" and system not in too_large:
                     found[part].append(Row(system, size))
     found["schedules"] = [Row("zc3", options.schedules_of, policy=policy) for policy in SCHEDULES]
-    same = {"backend": options.backend, "steps": options.steps}
+    same = {"backend": options.backend, "steps": options.steps, "options": options.options}
     return [dataclasses.replace(row, **same) for part in PARTS if part in parts for row in found[part]]
 
 
@@ -87,15 +87,14 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["size"], row["system"], batch, row.get("policy") or "prefetch"
 
 
-def measured_before(paths: Iterable[str], nproc: int) -> dict[tuple[Any, ...], dict[str, Any]]:
+def measured_before(paths: Iterable[str], nproc: int, options: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Rows of files that this program or ``train_step.py`` wrote: those that were run as they are predicted here."""
     found = {}
     for path in paths:
         for row in json.loads(Path(path).read_text()):
-            as_here = (
-                not any(row.get(n) for n in ("clip", "recompute", "options")) and row.get("dtype", "bf16") == "bf16"
-            )
+            as_here = not any(row.get(n) for n in ("clip", "recompute")) and row.get("dtype", "bf16") == "bf16"
             of_all = row.get("world_size", nproc) == nproc or row["system"] == "single"
+            as_here &= is_peer(row["system"]) or row.get("options", {}) == options
             reduced = row.get("reduce", "fp32") == "fp32" or is_peer(row["system"])
             if as_here and of_all and reduced and row.get("error", OUT_OF_MEMORY).startswith(OUT_OF_MEMORY):
                 found[key(row)] = row
@@ -240,6 +239,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--steps", type=int, default=10, help="timed steps; the median of ten is stable")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="zcompile's others, in JSON: '{\"max_captures\": 2}'"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one row")
     parser.add_argument("--logs", help="write the output of every row into this folder")
     parser.add_argument(
@@ -257,7 +259,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended too
     wanted = rows_of(options)
     files = ",".join(filter(None, [options.measured, options.compare]))
-    known = measured_before(files.split(",") if files else [], options.nproc)
+    known = measured_before(files.split(",") if files else [], options.nproc, options.options)
     if not (options.compare or options.predict_only):
         measure(options, wanted, known)
     if options.measure_only:

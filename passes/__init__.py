@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from zcompile.analysis.units import MIB
 from zcompile.config import Config
 from zcompile.errors import PipelineError
 from zcompile.passes.cleanup import Cleanup
+from zcompile.passes.memory.chunk_loss import ChunkLoss
 from zcompile.passes.memory.recompute import Recompute
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.passes.precision import Precision
@@ -22,6 +24,7 @@ from zcompile.pipeline import Pass, Pipeline
 
 #: every pass that a spec can name, in the order of the default pipeline
 PASSES: tuple[type[Pass[Any]], ...] = (
+    ChunkLoss,
     Precision,
     Recompute,
     RecomputeParams,
@@ -71,6 +74,14 @@ def schedule(policy: str) -> tuple[Pass[Any], ...]:
     return (*keep, *rest) if any(isinstance(p, Bucket) for p in rest) else (*keep, Bucket(), *rest)
 
 
+def chunk_loss(config: Config) -> tuple[ChunkLoss, ...]:
+    """The pass that computes losses in pieces, as ``loss_chunk`` says; with a size it takes any loss that is larger."""
+    if config.loss_chunk == "none":
+        return ()
+    size = config.loss_chunk_bytes
+    return (ChunkLoss(),) if size is None else (ChunkLoss(mib=size / MIB, columns=0, drop=True),)
+
+
 def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline:
     """The passes that ``compile`` runs, top to bottom.
 
@@ -83,6 +94,7 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline
     precision = () if config.compute_spec is None else (Precision(dtype=config.compute_spec),)
     return Pipeline(
         (
+            *chunk_loss(config),
             *precision,
             *recompute,
             RecomputeParams(),

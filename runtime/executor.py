@@ -37,6 +37,13 @@ class Observer(Protocol):
         ...
 
 
+def as_written(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Operators inside compute in the dtypes that they are given: a graph holds the casts that autocast made, once."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 class Executor:
     """Runs programs of one compiled model.
 
@@ -61,6 +68,10 @@ class Executor:
         self.takes_local = True
         self.observer: Observer | None = None
         self._checked: set[int] = set()
+        if shards.mesh.device.type == "cuda":
+            from zcompile.runtime.kernels import cross_entropy  # Triton is imported where it is used
+
+            cross_entropy.register()
 
     def run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> list[Any]:
         """Run a program.
@@ -73,6 +84,11 @@ class Executor:
         Returns:
             the slot table; read the outputs at their slots.
         """
+        with torch.no_grad(), as_written(self.buffers.device):
+            self._run(program, bodies, slots)
+        return slots
+
+    def _run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> None:
         pending: dict[int, Pending] = {}
         first = id(program) not in self._checked  # programs live as long as their captures, which outlive this executor
         self._checked.add(id(program))
@@ -101,7 +117,6 @@ class Executor:
                 self.buffers.give([slots[i] for i in ins.slots])
                 for i in ins.slots:
                     slots[i] = None
-        return slots
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

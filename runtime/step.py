@@ -15,7 +15,7 @@ from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
 from zcompile.program import Port, Program, Runnable, StepProgram
 from zcompile.runtime.buffers import Buffers
-from zcompile.runtime.executor import Executor
+from zcompile.runtime.executor import Executor, as_written
 from zcompile.runtime.full import logical
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.shards import ParameterShards
@@ -164,7 +164,7 @@ class StepRunner:
 
     def _local(self, step: StepProgram) -> Runnable:
         """The backward of ``no_sync``; its first use builds it."""
-        with self._told():
+        with self._told(), as_written(self.executor.buffers.device):
             return step.local_backward()
 
     def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor]) -> Tape | None:
@@ -175,7 +175,7 @@ class StepRunner:
             return self.tapes.forward(step, read)
 
     def _run(self, runnable: Runnable, slots: list[Any]) -> list[Any]:
-        with self._told(), torch.no_grad():
+        with self._told():
             return self.executor.run(runnable.program, runnable.bodies, slots)
 
     @contextlib.contextmanager

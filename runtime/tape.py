@@ -229,8 +229,7 @@ class Tapes:
         assert backward is not None
 
         def run(runnable: Runnable, values: list[Any]) -> list[Any]:
-            with torch.no_grad():
-                return executor.run(runnable.program, runnable.bodies, values)
+            return executor.run(runnable.program, runnable.bodies, values)
 
         def run_backward(runnable: Runnable, values: list[Any]) -> list[Any]:
             values = run(runnable, values)

@@ -49,6 +49,8 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "mib": st.floats(0, 1e6, allow_nan=False) | st.integers(0, 512),
     "units": st.integers(0, 64),
     "min_mib": st.floats(0, 1e6, allow_nan=False),
+    "columns": st.integers(0, 1 << 20),
+    "drop": st.booleans(),
     "lookahead": st.integers(0, 8),
     "mode": st.sampled_from(["full", "selective", "budget"]),
     "limit_mib": st.none() | st.floats(0, 1e6, allow_nan=False),

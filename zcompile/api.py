@@ -66,6 +66,7 @@ def compile(
     backend: str = "inductor",
     policy: str = "prefetch",
     recompute: str | float | None = None,
+    loss_chunk: str = "auto",
     offload: Any = None,
     memory_budget: Any = None,
     gradient_accumulation_steps: int = 1,
@@ -99,6 +100,10 @@ def compile(
             things again; ``"selective"``: everything in repeated blocks but matmuls, attention and convolutions; ``"full"``: whole
             blocks, of which only what they hand on is saved. A budget for all tensors of a rank, such as ``"24GiB"`` or ``0.8`` of
             the device: as little as keeps the predicted peak under it. Random numbers are saved, never drawn again.
+        loss_chunk: how the cross-entropy of a linear layer (a language model's head) is computed. ``"auto"``: from 32000 classes and
+            256 MiB of logits on in pieces of at most so much, where the model does not return the logits; the gradients recompute
+            them, one matmul more. A size such as ``"64MiB"``: in pieces of at most that for any number of classes, and logits that
+            the model returns beside the loss are None in training. ``"none"``: as the model says.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many. Stages 0
             and 1 communicate at its end alone, and keep full gradients until then; the caller scales the loss.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
@@ -145,6 +150,7 @@ def compile(
         backend=backend,
         policy=policy,
         recompute=recompute,
+        loss_chunk=loss_chunk,
         gradient_accumulation_steps=gradient_accumulation_steps,
         accumulate_dtype=dtype_name(accumulate_dtype),
         ignore=names_tuple("ignore", ignore),
@@ -180,6 +186,7 @@ def plan(
     hardware: str | Path | Hardware = "h200",
     policy: str = "prefetch",
     recompute: str | None = None,
+    loss_chunk: str = "auto",
     optimizer: str = "adamw",
     backend: str = "inductor",
     reduce_dtype: str | torch.dtype | None = None,
@@ -200,8 +207,8 @@ def plan(
         example_inputs: one rank's micro-batch: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. Only
             shapes and dtypes count: tensors may be on ``meta``.
         world_size: ranks.
-        stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``backend``, ``reduce_dtype``, ``ignore``,
-            ``keep_fp32``, ``differentiable`` and ``verify``.
+        stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``loss_chunk``, ``backend``, ``reduce_dtype``,
+            ``ignore``, ``keep_fp32``, ``differentiable`` and ``verify``.
         hardware: the machine: a known name, the path of a JSON file, or a description.
         optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
         advise: also plan changes that could make it fit or go faster; at most about 20 seconds more.
@@ -221,6 +228,7 @@ def plan(
         backend=backend,
         policy=policy,
         recompute=recompute,
+        loss_chunk=loss_chunk,
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
         differentiable=_differentiable(differentiable),

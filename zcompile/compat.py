@@ -282,7 +282,39 @@ def decompositions() -> dict[Any, Any]:
     with config.patch(fallback_random=True):
         table = dict(select_decomp_table())
     table.pop(torch.ops.aten.rrelu_with_noise_functional.default, None)  # torch 2.11 leaves it in
+    table[torch.ops.aten.nll_loss_backward.default] = _nll_loss_backward
+    table[torch.ops.aten.nll_loss2d_backward.default] = _nll_loss_backward
     return table
+
+
+def _nll_loss_backward(
+    grad: torch.Tensor,
+    log_probs: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of ``nll_loss`` as a comparison of every class with the target, which fuses into what reads it.
+
+    torch's own scatters into zeros, as large as the logits. Inductor takes that away in its passes over whole joint graphs,
+    which regions do not see.
+    """
+    if reduction == 1:  # mean
+        grad = grad / total_weight
+    dim = 0 if log_probs.dim() < 2 else 1
+    if log_probs.dim() == 1 and target.dim() == 1:
+        target = target[0]
+    shape = [-1 if i == dim else 1 for i in range(log_probs.dim())]
+    target = target.unsqueeze(dim)
+    grad = grad.unsqueeze(dim) if log_probs.dim() > grad.dim() > 0 else grad
+    grad = torch.where(target != ignore_index, grad, 0)
+    safe = torch.where(target != ignore_index, target, 0)
+    is_target = torch.arange(log_probs.shape[dim], device=target.device).view(shape) == safe
+    if weight is not None:
+        grad = grad * weight.view(shape)
+    return torch.where(is_target, -grad, 0)
 
 
 def aot_descriptors() -> Any:

@@ -15,6 +15,7 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SPECS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 BACKENDS = ("inductor", "eager")
 RECOMPUTE = ("full", "selective")
+LOSS_CHUNK = ("auto", "none")
 #: bytes by the name of the unit
 UNITS = {f"{p}{i}B": (1024 if i else 1000) ** (n + 1) for n, p in enumerate("KMGT") for i in ("i", "")}
 VERIFY_LEVELS = ("full", "fast", "off")
@@ -30,6 +31,7 @@ class Config:
     backend: str = "inductor"
     policy: str = "prefetch"
     recompute: str | float | None = None
+    loss_chunk: str = "auto"
     gradient_accumulation_steps: int = 1
     accumulate_dtype: str | None = None
     ignore: tuple[str, ...] = ()
@@ -47,6 +49,11 @@ class Config:
             raise ConfigError(f"stage is {self.stage!r}; it must be 0, 1, 2 or 3")
         _one_of("backend", self.backend, BACKENDS)
         self.recompute_bytes(1)  # raises if it has no meaning
+        if self.loss_chunk not in LOSS_CHUNK and _bytes(self.loss_chunk) is None:
+            raise ConfigError(
+                f"loss_chunk is {self.loss_chunk!r}; it must be one of {', '.join(LOSS_CHUNK)}, or the size of a piece of logits such as "
+                "'256MiB'"
+            )
         _one_of("verify", self.verify, VERIFY_LEVELS)
         if self.precision is not None:
             _one_of("precision", self.precision, tuple(_PRECISIONS))
@@ -91,15 +98,19 @@ class Config:
         if given is None or given in RECOMPUTE:
             return None
         if isinstance(given, str):
-            match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([KMGT]i?B)", given)
-            if match is not None and float(match[1]) > 0:
-                return int(float(match[1]) * UNITS[match[2]])
+            if (size := _bytes(given)) is not None:
+                return size
         elif not isinstance(given, bool) and 0 < given <= 1:
             return int(given * device_bytes)
         raise ConfigError(
             f"recompute is {given!r}; it must be one of {', '.join(RECOMPUTE)}, a budget such as '24GiB', or a share of the device's "
             "memory such as 0.8"
         )
+
+    @property
+    def loss_chunk_bytes(self) -> int | None:
+        """The most that a piece of logits may take; None: no size was given."""
+        return None if self.loss_chunk in LOSS_CHUNK else _bytes(self.loss_chunk)
 
     @property
     def wide_dtype(self) -> torch.dtype | None:
@@ -120,6 +131,12 @@ class Config:
     def reduce_spec(self) -> str | None:
         """The reduction dtype as the reduce pass spells it."""
         return None if self.reduce_dtype is None else _SPECS[self.reduce_dtype]
+
+
+def _bytes(text: object) -> int | None:
+    """Bytes of a size such as ``24GiB``; None for what is no positive size."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([KMGT]i?B)", text) if isinstance(text, str) else None
+    return int(float(match[1]) * UNITS[match[2]]) or None if match is not None else None
 
 
 def dtype_name(value: object) -> str | None:

@@ -13,6 +13,13 @@ Operators take lists of tensors (one bucket), an axis name and the axis size; ne
 ``zc.release``      give gathered buffers back; their values are undefined afterwards
 ==================  ==========================================================================================================
 
+Two operators are computation, and run inside regions. They take one device's whole tensors:
+
+``zc.linear_cross_entropy``           the losses and log-sum-exps [T] of ``softmax(hidden @ weight.T + bias)`` at ``labels``, from hidden
+                                      [T, H], weight [V, H], bias [V] or none, labels [T] in range: in ``dtype``, ``rows`` of them at a time
+``zc.linear_cross_entropy_backward``  from the gradients [T] of the losses, those of hidden, weight and bias which are ``wanted``, in
+                                      their dtypes: logits are computed again, ``columns`` of them at a time
+
 A reduction's ``dtype`` is at least as wide as what it reads, which is widened before it is summed; None: the tensors' own.
 
 ``region_call`` is not a torch operator: it calls one of the graph's regions by name.
@@ -26,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcompile import cross_entropy
+
 _LIB = torch.library.Library("zc", "DEF")
 
 _LIB.define("unshard(Tensor shard, str axis, int size, int dim, int[] shape, ScalarType? dtype=None) -> Tensor")
@@ -35,6 +44,15 @@ _LIB.define("reduce_scatter(Tensor[] tensors, str axis, int size, ScalarType? dt
 _LIB.define("all_reduce(Tensor[] tensors, str axis, int size, ScalarType? dtype=None) -> Tensor[]")
 _LIB.define("wait(Tensor[] pending) -> Tensor[]")
 _LIB.define("release(Tensor[] tensors) -> ()")
+_LIB.define(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, *, ScalarType dtype, int rows) -> (Tensor, Tensor)"
+)
+_LIB.define(
+    "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor lse, Tensor grad, *, "
+    "int columns, bool[3] wanted) -> Tensor[]"
+)
+_LIB.impl("linear_cross_entropy", cross_entropy.forward, "CompositeExplicitAutograd")
+_LIB.impl("linear_cross_entropy_backward", cross_entropy.backward, "CompositeExplicitAutograd")
 
 
 def _unshard_fake(
@@ -67,6 +85,27 @@ def _release_fake(tensors: list[Tensor]) -> None:
     return None
 
 
+def _linear_cross_entropy_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, dtype: torch.dtype, rows: int
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], dtype=dtype)
+
+
+def _linear_cross_entropy_backward_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    *,
+    columns: int,
+    wanted: list[bool],
+) -> list[Tensor]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    return [hidden.new_empty(shape) for shape, is_wanted in zip(shapes, wanted, strict=True) if is_wanted]
+
+
 for _name, _fake in {
     "unshard": _unshard_fake,
     "cast": _cast_fake,
@@ -75,6 +114,8 @@ for _name, _fake in {
     "all_reduce": _all_reduce_fake,
     "wait": _wait_fake,
     "release": _release_fake,
+    "linear_cross_entropy": _linear_cross_entropy_fake,
+    "linear_cross_entropy_backward": _linear_cross_entropy_backward_fake,
 }.items():
     torch.library.register_fake(f"zc::{_name}", _fake, lib=_LIB)
 
@@ -86,10 +127,12 @@ reduce_scatter: Any = torch.ops.zc.reduce_scatter.default
 all_reduce: Any = torch.ops.zc.all_reduce.default
 wait: Any = torch.ops.zc.wait.default
 release: Any = torch.ops.zc.release.default
+linear_cross_entropy: Any = torch.ops.zc.linear_cross_entropy.default
+linear_cross_entropy_backward: Any = torch.ops.zc.linear_cross_entropy_backward.default
 
 #: The operators that start a collective; each result must be waited for exactly once.
 COLLECTIVES: frozenset[Any] = frozenset({all_gather, reduce_scatter, all_reduce})
-#: Every operator of the namespace.
+#: Every operator that the runtime gives its meaning; the others are computation.
 ALL: frozenset[Any] = COLLECTIVES | {unshard, cast, wait, release}
 
 
@@ -104,5 +147,5 @@ def is_collective(target: Callable[..., Any] | str) -> bool:
 
 
 def is_zc(target: Callable[..., Any] | str) -> bool:
-    """Whether ``target`` is one of the ``zc`` operators."""
+    """Whether ``target`` is one of the ``zc`` operators that the runtime gives their meaning."""
     return target in ALL

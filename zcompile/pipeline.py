@@ -52,6 +52,11 @@ class Pass(ABC, Generic[T]):
         """Whether results stay bit-identical, with these options."""
         return True
 
+    @property
+    def drops_outputs(self) -> bool:
+        """Whether outputs of the model may be gone afterwards, with these options; the caller gets None for them."""
+        return False
+
     @abstractmethod
     def run(self, target: T, stats: Stats) -> None:
         """Rewrite ``target`` in place. Nothing to do is a no-op; unable to do what was asked raises ``PassError``."""
@@ -227,6 +232,8 @@ def _run(
             for fact in p.breaks:
                 facts.pop(fact, None)
             facts.update({fact: p.options() for fact in p.establishes})
+            if p.drops_outputs:
+                interface = interface.without_dropped(target)
             verifier.verify(target, facts, interface)
         except ZCompileError as error:
             _explain(error, p, before, dump)

@@ -20,10 +20,12 @@ from zcompile.config import Config
 from zcompile.errors import ConfigError, RankError, ShardingError, SignatureError, UnfilledError
 from zcompile.ir.graph import Grad, Input
 from zcompile.lower.finite import Watch
+from zcompile.passes.memory.chunk_loss import WHOLE, ChunkLoss
 from zcompile.pipeline import Dump, Pipeline
 from zcompile.planner.budget import fit
 from zcompile.planner.memory import Setup
 from zcompile.program import StepProgram
+from zcompile.runtime.executor import as_written
 from zcompile.runtime.step import StepRunner
 from zcompile.verify.verifier import Verifier
 
@@ -140,7 +142,7 @@ class Session:
             with rng_untouched(self.runner.shards.mesh.device):
                 captured = capture(self.model, call, params, self.runner.shards.mesh.device, self.name)
                 dump = Dump.from_environment(f"{self.name}_{number}")
-                with collector_paused():
+                with collector_paused(), as_written(self.runner.shards.mesh.device):
                     built = build(
                         captured,
                         self._fitted(captured) if call.training else self.pipeline,
@@ -158,6 +160,8 @@ class Session:
         self._built[signature] = built
         if self.config.recompute_mode is not None and call.training:
             self._say_what_it_saves(built)
+        if call.training and self.runner.shards.mesh.rank == 0:
+            self._say_what_is_whole(built)
         return built
 
     def setup(self, optimizer: str = "adamw") -> Setup:
@@ -196,6 +200,16 @@ class Session:
                 self.name,
                 stats["blocks"],
             )
+
+    def _say_what_is_whole(self, built: Built) -> None:
+        """Which losses are not computed in pieces, and why: a warning, if the caller asked for pieces."""
+        say = log.info if self.config.loss_chunk_bytes is None else log.warning
+        for stats in (entry.stats for entry in built.history if entry.name == ChunkLoss.name):
+            reasons = [what for what in stats if what.startswith(WHOLE)]
+            if not stats and say == log.warning:
+                reasons = ["there is no cross-entropy of a linear layer"]
+            for reason in reasons:
+                say("loss_chunk=%r in %s: %s", self.config.loss_chunk, self.name, reason)
 
     def _nearest(self, signature: Signature) -> Signature:
         """The capture that differs least, so that the reason is the interesting one."""

@@ -48,6 +48,7 @@ def test_only_rows_that_ran_as_predicted_are_taken(tmp_path: Path) -> None:
     row = {"system": "zc3", "size": "1.1B", "dtype": "bf16", "reduce": "fp32", "world_size": 2, "step_ms": 1.0}
     others = [
         {"clip": 1.0},
+        {"options": {"max_captures": 2}},
         {"dtype": "fp32"},
         {"reduce": "bf16"},
         {"recompute": "full"},
@@ -57,8 +58,11 @@ def test_only_rows_that_ran_as_predicted_are_taken(tmp_path: Path) -> None:
     rows = [row | {"micro_batch": 8 + i} | change for i, change in enumerate(others)]
     rows += [row, row | {"system": "zc0", "error": "out of memory (exit code 1)"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    found = measured_before([str(tmp_path / "rows.json")], 2)
+    found = measured_before([str(tmp_path / "rows.json")], 2, {})
     assert set(found) == {("1.1B", "zc3", 2, "prefetch"), ("1.1B", "zc0", 2, "prefetch")}
+    assert list(measured_before([str(tmp_path / "rows.json")], 2, {"max_captures": 2})) == [
+        ("1.1B", "zc3", 9, "prefetch")
+    ]
     assert key({"system": "zc3", "size": "1.1B", "micro_batch": 2, "policy": None}) in found
 
 

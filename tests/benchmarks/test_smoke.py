@@ -54,6 +54,14 @@ def test_compile_time() -> None:
     assert "| 2 | " in text
 
 
+@pytest.mark.slow
+def test_loss() -> None:
+    text = run("loss.py", "--heads", "tiny", "--device", "cpu", "--backend", "eager", "--sizes", "none,8KiB")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| tiny")]
+    assert [row[1] for row in rows] == ["eager", "zcompile, none", "zcompile, 8KiB"]
+    assert all(0 < float(number) < 0.01 for row in rows for number in (row[4], row[5].removesuffix(" |")))
+
+
 @pytest.mark.dist
 @pytest.mark.wide
 def test_soak() -> None:

@@ -129,6 +129,38 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert model._session.num_captures == 2
 
 
+class Island(nn.Module):
+    """Part of it is not for autocast: a product in float32, and one that autocast would take to float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            narrow = y.to(torch.bfloat16).prod(-1, keepdim=True)
+            y = (y.float() @ self.last.weight) * 1e-2 + narrow
+        return self.last(y)
+
+
+def test_autocast_stays_outside_of_what_was_captured() -> None:
+    """An operator of the graph is in the caller's autocast no second time: when it is checked, run, or run backward."""
+    plain, model = build(Island), compiled(Island)
+    losses = []
+    for m in (plain, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = m(X).float().square().sum()
+            if m is model:  # which makes plain PyTorch cast what it computes in float32
+                loss.backward()
+        if m is plain:
+            loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=5e-2, atol=5e-3)
+
+
 def test_autocast_for_another_device_type_does_not_count() -> None:
     model = compiled(lambda: nn.Linear(4, 3))
     model(X)

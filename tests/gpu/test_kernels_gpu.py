@@ -7,7 +7,9 @@ import torch
 
 from tests.runtime.kernel_checks import *  # noqa: F403 - every check is a test here too
 from tests.runtime.kernel_checks import OPTIONS, check, memory
+from zcompile import ops
 from zcompile.runtime.adamw_update import Segment, adamw_, update
+from zcompile.runtime.kernels import cross_entropy as cross_entropy_kernels
 from zcompile.runtime.kernels.sumsq import BLOCK_ELEMENTS, MAX_PROGRAMS, sum_of_squares, sum_of_squares_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -83,3 +85,57 @@ def test_a_captured_launch_takes_new_numbers(device: torch.device) -> None:
     adamw_(expected, OPTIONS)
     adamw_(expected, OTHER)  # noqa: F405
     torch.testing.assert_close(segments.param, expected.param, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_cross_entropy_in_pieces(device: torch.device, dtype: torch.dtype, bias: bool) -> None:
+    """The operators with their kernels, whose products are added up in float32, beside float64 on the same numbers."""
+    library = cross_entropy_kernels.register()
+    assert library is cross_entropy_kernels.register()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, offsets = (torch.randn(shape, generator=generator) for shape in ((300, 64), (1000, 64), (1000,)))
+    labels = torch.randint(1000, (300,), generator=generator).to(device)
+    grad = torch.rand(300, generator=generator).to(device)
+    inputs = [t.to(device, dtype) for t in (hidden, weight, *([offsets] if bias else []))]
+    exact = [t.to(torch.float64, copy=True).requires_grad_() for t in inputs]
+    want = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*exact), labels, reduction="none")
+    want.backward(grad.double())
+    wide = torch.promote_types(dtype, torch.float32)
+    given = (inputs[0], inputs[1], inputs[2] if bias else None, labels)
+    losses, lse = ops.linear_cross_entropy(*given, dtype=wide, rows=128)
+    again, _ = ops.linear_cross_entropy(*given, dtype=wide, rows=128)
+    assert torch.equal(losses, again)
+    slack = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(losses.double(), want.detach(), rtol=slack, atol=slack * float(want.detach().max()))
+    found = ops.linear_cross_entropy_backward(*given, lse, grad.to(wide), columns=384, wanted=[True, True, bias])
+    assert len(found) == len(exact)
+    for have, leaf in zip(found, exact, strict=True):
+        assert have.dtype == dtype
+        torch.testing.assert_close(have.double(), leaf.grad, rtol=slack, atol=slack * float(leaf.grad.abs().max()))
+
+
+def test_linear_cross_entropy_is_captured_in_a_cuda_graph(device: torch.device) -> None:
+    cross_entropy_kernels.register()
+    with torch.cuda.device(device), device:
+        hidden, weight = torch.randn(200, 32).bfloat16(), torch.randn(500, 32).bfloat16()
+        labels, grad = torch.randint(500, (200,)), torch.rand(200)
+
+    def both() -> list[torch.Tensor]:
+        losses, lse = ops.linear_cross_entropy(hidden, weight, None, labels, dtype=torch.float32, rows=64)
+        return [
+            losses,
+            *ops.linear_cross_entropy_backward(
+                hidden, weight, None, labels, lse, grad, columns=128, wanted=[True, True, False]
+            ),
+        ]
+
+    with torch.cuda.device(device):
+        want = both()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            have = both()
+        graph.replay()
+        torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))

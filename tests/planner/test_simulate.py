@@ -5,11 +5,12 @@ from functools import cache
 
 import pytest
 import torch
+from torch._decomp import get_decompositions
 
 from benchmarks.llama import SIZES, Llama
 from tests.planner.networks import traced
 from tests.verify import steps
-from zcompile import passes
+from zcompile import compat, passes
 from zcompile.errors import PlanError
 from zcompile.planner.hardware import Hardware, hardware
 from zcompile.planner.issue import Costs, step_jobs
@@ -109,7 +110,8 @@ def test_a_step_that_is_not_outlined_is_refused() -> None:
 
 # Measured steps. ------------------------------------------------------------------------------------------------------
 
-#: forward and backward, and the whole step, in ms on two H200 (BENCHMARKS.md, "Speed", zcompile stage 3)
+#: forward and backward, and the whole step, in ms on two H200 (BENCHMARKS.md, "Speed", zcompile stage 3), when losses were
+#: computed whole and the backward of ``nll_loss`` scattered into zeros as large as the logits
 MEASURED = {"0.19B": (33.8, 34.4), "1.1B": (55.0, 58.7), "8B": (375.4, 402.1)}
 
 
@@ -119,14 +121,18 @@ def predicted_ms(name: str, layers: int) -> tuple[float, float]:
     with torch.device("meta"):
         model = Llama(size)
         tokens = torch.empty(size.micro_batch, size.seq, dtype=torch.int64)
-    line = simulate(trace(model, (tokens, tokens), world_size=2, precision="bf16", verify="off").step, H200, 2)
+    options = {"precision": "bf16", "verify": "off", "loss_chunk": "none"}
+    line = simulate(trace(model, (tokens, tokens), world_size=2, **options).step, H200, 2)
     return (line.forward_us + line.backward_us) / 1000, line.step_us / 1000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
-def test_measured_steps_are_predicted_within_15_percent(name: str) -> None:
+def test_measured_steps_are_predicted_within_15_percent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are alike, so that two and four of them tell what all of them take."""
+    op, table = torch.ops.aten.nll_loss_backward.default, compat.decompositions()
+    with_scatter = table | {op: get_decompositions([op])[op]}
+    monkeypatch.setattr(compat, "decompositions", lambda: with_scatter)
     few, more = predicted_ms(name, 2), predicted_ms(name, 4)
     rest = (SIZES[name].layers - 4) / 2
     for a, b, measured in zip(few, more, MEASURED[name], strict=True):

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from zcompile import cross_entropy
 from zcompile.runtime import adamw_update
 from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_
+from zcompile.runtime.kernels import cross_entropy as cross_entropy_kernels
 from zcompile.runtime.kernels.adamw import Launch
 from zcompile.runtime.kernels.average import average_, average_reference
 from zcompile.runtime.kernels.sumsq import BLOCK_ELEMENTS, sum_of_squares, sum_of_squares_reference
@@ -247,3 +249,44 @@ def test_average_of_what_ranks_sent(
     average_reference(want[:4], received, numel)
     assert torch.equal(out[:numel], want[:numel])
     assert bool((out[numel:] == 7).all()), "what lies behind is left alone"
+
+
+# Cross-entropy. -------------------------------------------------------------------------------------------------------
+
+
+def logits_and_labels(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(columns)
+    logits = (4 * torch.randn(rows, columns, generator=generator)).to(dtype)
+    labels = torch.randint(columns, (rows,), generator=generator)
+    return logits.to(device), labels.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [1, 63, 64, 65, 200])
+def test_cross_entropy_of_odd_sizes(device: torch.device, columns: int, dtype: torch.dtype) -> None:
+    logits, labels = logits_and_labels(device, 5, columns, dtype)
+    have, want = torch.empty(2, 5, device=device), torch.empty(2, 5, dtype=torch.float64, device=device)
+    cross_entropy_kernels.reduce_rows(logits, labels, have[0], have[1], block=64)
+    cross_entropy.reduce_rows(logits, labels, want[0], want[1])
+    torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
+    grad = torch.linspace(-1, 2, 5, device=device)
+    left, right = logits.clone(), logits.double()
+    cross_entropy_kernels.differentiate_(left, labels + 7, have[1], grad, 7, block=64)
+    cross_entropy.differentiate_(right, labels + 7, want[1], grad.double(), 7)
+    slack = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]  # the interpreter cuts bits off
+    torch.testing.assert_close(left.double(), right, rtol=slack, atol=1e-5)
+
+
+def test_cross_entropy_of_numbers_that_are_not_finite(device: torch.device) -> None:
+    logits, labels = logits_and_labels(device, 6, 130, torch.float32)
+    logits[0, :100] = -math.inf  # masked classes
+    logits[1, 5] = math.nan
+    logits[2, 70] = math.inf
+    logits[3] *= 1e4
+    labels[:4] = torch.tensor([129, 0, 0, 64], device=device)
+    labels[4], labels[5] = 130, -1  # not classes
+    have, want = torch.empty(2, 6, device=device), torch.empty(2, 6, device=device)
+    cross_entropy_kernels.reduce_rows(logits, labels, have[0], have[1], block=64)
+    cross_entropy.reduce_rows(logits, labels.clamp(0, 129), want[0], want[1])
+    torch.testing.assert_close(have[:, :4], want[:, :4], equal_nan=True)
+    assert bool(have[0, 4:].isnan().all()) and bool(have[1, 4:].isfinite().all())

@@ -41,7 +41,7 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zcompile.runtime.kernels.adamw import _adamw_kernel, BLOCK_ELEMENTS, NUM_WARPS
-from zcompile.runtime.kernels import sumsq
+from zcompile.runtime.kernels import cross_entropy, sumsq
 
 def compile(kernel, types, constants, num_warps):
     names = kernel.arg_names
@@ -68,6 +68,10 @@ for kind, size in (("fp32", 4), ("bf16", 2)):
     types = dict(memory=f"*{kind}", partial="*fp32", bad="*i32", numel="i64")
     ptx = compile(sumsq._partial_kernel, types, dict(BLOCK=sumsq.BLOCK_ELEMENTS, NUM_BLOCKS=5), sumsq.NUM_WARPS)
     assert wide(ptx, "ld") and not re.search(r"ld\\.global(?![.:\\w]*v4)", ptx), "only wide loads"
+for kind in ("fp32", "bf16"):
+    types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", lse="*fp32", grad="*fp32", first="i32", num_columns="i32")
+    for kernel in (cross_entropy._reduce_kernel, cross_entropy._differentiate_kernel):
+        compile(kernel, types, dict(BLOCK=cross_entropy.BLOCK_COLUMNS), cross_entropy.NUM_WARPS)
 print("all wide")
 """
 

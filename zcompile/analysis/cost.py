@@ -13,6 +13,7 @@ from torch import fx
 from zcompile import compat
 from zcompile.analysis.chains import is_view
 from zcompile.analysis.flops import is_attention, node_flops
+from zcompile.analysis.pieces import moved_bytes
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Region
 from zcompile.ir.types import dtype_name, tensors
@@ -213,7 +214,7 @@ class _Fusion:
                 flops = node_flops(node)
                 cost = Cost({_dtype(node): flops} if flops else {}, sum(self.reads[node].values()), _num_bytes(node))
                 found[node] = Kernel(what, node.name, cost)
-        return [found[node] for node in self.stored if node in found]
+        return [kernel for node in self.stored if node in found for kernel in (found[node], *_of_pieces(node))]
 
     def _group_cost(self, nodes: list[fx.Node], written: set[fx.Node]) -> Cost:
         inside = set(nodes)
@@ -223,6 +224,12 @@ class _Fusion:
                 if base not in inside:
                     read[base] = min(_num_bytes(base), max(read.get(base, 0), size))
         return Cost({}, sum(read.values()), sum(_num_bytes(n) for n in nodes if n in written))
+
+
+def _of_pieces(node: fx.Node) -> list[Kernel]:
+    """The kernels between the matmuls of an operator that works in pieces, as one."""
+    read, written = moved_bytes(node)
+    return [Kernel("memory", f"pieces of {node.name}", Cost({}, read, written))] if read else []
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 from torch.utils import flop_counter
 
-from zcompile import compat
+from zcompile import compat, ops
 from zcompile.ir import meta
 
 
@@ -33,8 +33,19 @@ def node_flops(node: fx.Node) -> float:
     args, kwargs = fx.map_arg((node.args, node.kwargs), meta.value)
     if is_attention(node):
         return _attention_flops(dict(zip(compat.argument_names(target), args, strict=False)) | dict(kwargs))
+    if target in _LINEAR_CROSS_ENTROPY:
+        return _linear_cross_entropy_flops(dict(zip(compat.argument_names(target), args, strict=False)) | dict(kwargs))
     formula = flop_counter.flop_registry.get(target.overloadpacket)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=meta.value(node)))
+
+
+_LINEAR_CROSS_ENTROPY = frozenset({ops.linear_cross_entropy, ops.linear_cross_entropy_backward})
+
+
+def _linear_cross_entropy_flops(given: dict[str, Any]) -> float:
+    """The matmul of the logits; in backward once more, and those of the gradients that are wanted."""
+    matmul = 2.0 * given["hidden"].numel() * given["weight"].shape[0]
+    return matmul * (1 + sum(given["wanted"][:2]) if "wanted" in given else 1)
 
 
 def _attention_flops(given: dict[str, Any]) -> float:

@@ -12,6 +12,7 @@ from torch import fx
 from zcompile import compat
 from zcompile.analysis.aliases import Aliases
 from zcompile.analysis.flow import Result
+from zcompile.analysis.pieces import workspace_bytes
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Region
 from zcompile.ir.operators import operator_name
@@ -136,7 +137,7 @@ class RegionMemory:
         for index in range(len(self._nodes)):
             born = self._born.get(index, ())
             alive += sum(storage_bytes(s) for s in born)
-            most = max(most, alive)
+            most = max(most, alive + workspace_bytes(self._nodes[index]))
             for storage in born:
                 if storage not in self._returned:
                     end = max(self._last.get(storage, index), index)

@@ -29,6 +29,12 @@ def add(commands: Any) -> None:
         "--recompute", choices=RECOMPUTE, help="what is computed again in backward (default: nothing dear)"
     )
     parser.add_argument(
+        "--loss-chunk",
+        default="auto",
+        metavar="SIZE",
+        help="auto, none, or the most that a piece of logits takes: 64MiB (default: auto)",
+    )
+    parser.add_argument(
         "--hardware", default="h200", help=f"{', '.join(known_hardware())}, or a JSON file (default: h200)"
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
@@ -57,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         precision=dtype_name(options.precision),
         policy=options.policy,
         recompute=options.recompute,
+        loss_chunk=options.loss_chunk,
         verify="fast",
     )
     model = load_model(options.model, options.micro_batch, options.seq)

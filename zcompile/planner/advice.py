@@ -12,6 +12,7 @@ import torch
 from zcompile.capture.tree import build, flatten
 from zcompile.config import RECOMPUTE
 from zcompile.errors import ZCompileError
+from zcompile.passes.memory.chunk_loss import LOGITS_RETURNED
 from zcompile.planner.plan import Advice, Plan
 from zcompile.planner.trace import as_call
 
@@ -104,6 +105,10 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if not plan.fits:
         for mode in RECOMPUTE[::-1] if config.recompute is None else ():
             yield f"recompute='{mode}'", {"recompute": mode}
+        if config.loss_chunk == "auto" and any(
+            LOGITS_RETURNED in what for e in plan.traced.history for what in e.stats
+        ):
+            yield "loss_chunk='256MiB', with None for logits", {"loss_chunk": "256MiB"}
         for double in range(1, 5 if config.stage else 1):
             world = plan.world_size << double
             yield f"{world} ranks", {"world_size": world}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -61,6 +61,12 @@ class Interface:
             sources = _Sources(graph, bits)
             reads.update((describe(role), sources.of(node)) for node, role in graph.outputs)
         return Interface(params, inputs, outputs, reads, bits, isinstance(target, Step))
+
+    def without_dropped(self, target: Graph) -> Interface:
+        """The same without the outputs of the model that ``target`` no longer returns."""
+        returned = {describe(role) for _, role in target.outputs}
+        gone = {name for name in self.outputs if name.startswith("output ") and name not in returned}
+        return replace(self, outputs={name: type_ for name, type_ in self.outputs.items() if name not in gone})
 
     def check(self, subjects: list[Subject]) -> None:
         """Check that the graphs of a step (or the joint graph) still have this interface.

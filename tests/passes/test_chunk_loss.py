@@ -1,0 +1,395 @@
+"""Losses in pieces beside plain PyTorch: equal numbers for every form of loss that the pass takes, and no tensor as large as logits."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zcompile
+from tests.dist.models import CASES
+from zcompile import cross_entropy, ops
+from zcompile.analysis.pieces import workspace_bytes
+from zcompile.errors import ConfigError
+from zcompile.ir.graph import Graph
+
+ROWS, SEQ, HIDDEN, VOCAB = 3, 7, 6, 29
+#: 5 rows or 6 columns of logits in float32: neither divides what there is
+PIECE = f"{5 * VOCAB * 4 / 1024}KiB"
+
+
+@dataclass
+class Form:
+    """A loss on hidden states [batch, seq, hidden], a weight [vocab, hidden] and labels [batch, seq]."""
+
+    loss: Callable[[Tensor, nn.Linear, Tensor], Tensor]
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+
+
+def flat(hidden: Tensor, head: nn.Linear, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), **options)
+
+
+def shifted(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    """Older Hugging Face models: logits without the last position, labels without the first."""
+    logits = head(hidden).float()[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, VOCAB), labels[..., 1:].contiguous().view(-1))
+
+
+def middle(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    """Without the first rows and the ends of the others."""
+    logits = head(hidden)[1:, 2:-1]
+    return F.cross_entropy(logits.reshape(-1, VOCAB), labels[1:, 2:-1].reshape(-1), reduction="sum")
+
+
+def by_items(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    """Hugging Face's ``num_items_in_batch``."""
+    return flat(hidden, head, labels, reduction="sum") / (labels != -100).sum()
+
+
+def policy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    """Log-probabilities of actions, weighted."""
+    chosen = F.log_softmax(head(hidden).float(), dim=-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(chosen * torch.linspace(-1, 1, SEQ)).sum(-1).mean()
+
+
+def by_matmul(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    """The weight in the other orientation."""
+    return F.cross_entropy((hidden @ head.weight.view(HIDDEN, VOCAB)).flatten(0, 1), labels.flatten())
+
+
+FORMS: dict[str, Form] = {
+    "mean": Form(flat),
+    "bias": Form(flat, bias=True),
+    "sum": Form(lambda h, w, y: flat(h, w, y, reduction="sum")),
+    "none": Form(lambda h, w, y: flat(h, w, y, reduction="none").square().sum()),
+    "a class ignored": Form(lambda h, w, y: flat(h, w, y.clamp(min=3), ignore_index=3)),
+    "shifted": Form(shifted, bias=True),
+    "middle": Form(middle),
+    "items": Form(by_items),
+    "policy": Form(policy),
+    "other orientation": Form(by_matmul),
+    "double": Form(flat, torch.float64, bias=True),
+    "half": Form(lambda h, w, y: F.cross_entropy(w(h).float().flatten(0, 1), y.flatten()), torch.bfloat16, bias=True),
+    "half, shifted": Form(shifted, torch.bfloat16),
+    "half, rounded": Form(flat, torch.bfloat16),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=form.bias)
+        self.to(form.dtype)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        return self.form.loss(self.embed(labels.clamp(min=0)).tanh(), self.head, labels)
+
+
+def labels(seed: int = 0) -> Tensor:
+    result = torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(seed))
+    result[0, 1] = result[2, 3:] = -100
+    return result
+
+
+def pair(model: nn.Module, **options: Any) -> tuple[Any, nn.Module]:
+    """The model compiled with losses in pieces, and as it is."""
+    options = {"backend": "eager", "loss_chunk": PIECE, **options}
+    return zcompile.compile(copy.deepcopy(model), **options), model
+
+
+def stats(model: Any) -> dict[str, int]:
+    return dict(model.history["chunk-loss"].stats)
+
+
+def assert_in_pieces(model: Any) -> None:
+    assert stats(model).get("losses in pieces") == 1 and stats(model)["pieces of rows"] > 2, stats(model)
+
+
+def close(have: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    slack = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    scale = float(want.detach().abs().max()) or 1.0
+    torch.testing.assert_close(have, want, rtol=slack, atol=slack * scale, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_losses_and_gradients_are_those_of_plain_pytorch(name: str) -> None:
+    form = FORMS[name]
+    torch.manual_seed(0)
+    piece = PIECE if form.dtype != torch.bfloat16 else f"{5 * VOCAB * 2 / 1024}KiB"
+    model, plain = pair(Model(form), loss_chunk=piece)
+    for call in range(2):
+        have, want = model(labels(call)), plain(labels(call))
+        assert have.dtype == want.dtype
+        close(have, want, form.dtype)
+        (have * 0.5).backward()
+        (want * 0.5).backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            close(p.grad, q.grad, form.dtype)
+    assert_in_pieces(model)
+
+
+def test_nothing_to_predict_is_nan_with_gradients_of_zero() -> None:
+    model, plain = pair(Model(FORMS["mean"]))
+    nothing = torch.full((ROWS, SEQ), -100)
+    have, want = model(nothing), plain(nothing)
+    assert bool(have.isnan()) and bool(want.isnan())
+    have.backward()
+    want.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad) and not bool(p.grad.any())
+    assert_in_pieces(model)
+
+
+@pytest.mark.parametrize("frozen", ["head", "embed"])
+def test_gradients_that_nobody_wants_are_not_computed(frozen: str) -> None:
+    torch.manual_seed(0)
+    plain = Model(FORMS["bias"])
+    plain.get_submodule(frozen).requires_grad_(False)
+    model, plain = pair(plain)
+    model(labels()).backward()
+    plain(labels()).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            close(p.grad, q.grad, torch.float32)
+    wanted = "wanted=[True, False, False]" if frozen == "head" else "wanted=[False, True, True]"
+    assert wanted in str(model.graphs.joint)
+
+
+def test_without_gradients_only_the_loss_is_computed() -> None:
+    model, plain = pair(Model(FORMS["shifted"]))
+    with torch.no_grad():
+        close(model(labels()), plain(labels()), torch.float32)
+    assert_in_pieces(model)
+    assert stats(model)["losses in pieces"] == 1 and model.graphs.backward is None
+
+
+@pytest.mark.parametrize("name", ["hf_llama", "gpt2"])
+def test_language_models_do_without_logits_in_training_only(name: str) -> None:
+    case = CASES[name]
+    model, plain = pair(case.build(), loss_chunk="0.4KiB")
+    data = case.data(0, 0)
+    have, want = model(**data), plain(**data)
+    assert type(have) is type(want) and have["logits"] is None and want["logits"] is not None
+    close(have["loss"], want["loss"], torch.float32)
+    have["loss"].backward()
+    want["loss"].backward()
+    scale = max(float(q.grad.abs().max()) for q in plain.parameters() if q.grad is not None)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6 * scale)
+    assert_in_pieces(model)
+    assert stats(model)["outputs dropped"] == 1
+    with torch.no_grad():
+        torch.testing.assert_close(model(**data)["logits"], plain(**data)["logits"])
+
+
+@pytest.mark.slow
+def test_compiled_regions_call_the_operators() -> None:
+    torch.manual_seed(0)
+    model, plain = pair(Model(FORMS["shifted"]), backend="inductor")
+    have, want = model(labels()), plain(labels())
+    close(have, want, torch.float32)
+    have.backward()
+    want.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        close(p.grad, q.grad, torch.float32)
+    assert_in_pieces(model)
+
+
+# What is left alone. --------------------------------------------------------------------------------------------------
+
+
+def with_two_losses(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    logits = head(hidden).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten()) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+def with_a_hook(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    logits = head(hidden).flatten(0, 1)
+    logits.register_hook(lambda grad: 2 * grad)
+    return F.cross_entropy(logits, labels.flatten())
+
+
+def capped(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
+    return F.cross_entropy(30 * torch.tanh(head(hidden) / 30).flatten(0, 1), labels.flatten())
+
+
+LEFT_ALONE: dict[str, tuple[Form, str | None]] = {
+    "two losses": (Form(with_two_losses), "the gradient of the logits goes through aten.add.Tensor"),
+    "hook": (Form(with_a_hook), "the gradient of the logits goes through aten.mul.Tensor"),
+    "smoothing": (Form(lambda h, w, y: flat(h, w, y, label_smoothing=0.1)), "beside those of the labels"),
+    "part of the classes": (
+        Form(lambda h, w, y: F.cross_entropy(w(h).flatten(0, 1)[:, :20], y.flatten().clamp(max=19))),
+        "part of the columns",
+    ),
+    "every second row": (
+        Form(lambda h, w, y: F.cross_entropy(w(h)[:, ::2].flatten(0, 1), y[:, ::2].flatten())),
+        "neighbouring rows",
+    ),
+    "class weights": (Form(lambda h, w, y: flat(h, w, y, weight=torch.linspace(0, 1, VOCAB))), None),
+    "capped": (Form(capped), None),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_other_uses_of_logits_are_left_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    form, reason = LEFT_ALONE[name]
+    torch.manual_seed(0)
+    model, plain = pair(Model(form))
+    have, want = model(labels()), plain(labels())
+    have.backward()
+    want.backward()
+    close(have, want, torch.float32)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        close(p.grad, q.grad, torch.float32)
+    assert "losses in pieces" not in stats(model)
+    why = [key for key in stats(model) if key.startswith("losses computed whole: ")]
+    assert len(why) == (reason is not None) and (reason is None or reason in why[0]), stats(model)
+    (warning,) = [record.getMessage() for record in caplog.records if "loss_chunk" in record.getMessage()]
+    assert (reason or "there is no cross-entropy of a linear layer") in warning
+
+
+class Pair(nn.Module):
+    """Loss and logits, which both may get gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        return F.cross_entropy(logits, y), logits
+
+
+def test_logits_that_may_get_a_gradient_are_returned() -> None:
+    model, plain = pair(Pair())
+    x, y = torch.randn(9, HIDDEN), torch.arange(9)
+    loss, logits = model(x, y)
+    (loss + logits.square().mean()).backward()
+    want, want_logits = plain(x, y)
+    (want + want_logits.square().mean()).backward()
+    close(model.head.weight.grad, plain.head.weight.grad, torch.float32)
+    assert "losses in pieces" not in stats(model)
+
+
+def test_by_itself_it_leaves_small_vocabularies_alone() -> None:
+    torch.manual_seed(0)
+    for option, names in (("auto", {"losses computed whole: fewer than 32000 columns": 1}), ("none", None)):
+        model, plain = pair(Model(FORMS["mean"]), loss_chunk=option)
+        close(model(labels()), plain(labels()), torch.float32)
+        assert {entry.name: dict(entry.stats) for entry in model.history}.get("chunk-loss") == names
+
+
+def test_by_itself_it_takes_large_vocabularies() -> None:
+    logits = 8192 * 32000 * 4
+    assert logits < taken(Large(), 8192, "none")["backward"]
+    by_itself = taken(Large(), 8192, "auto")
+    assert by_itself == taken(Large(), 8192, "256MiB") and max(by_itself.values()) < logits / 3
+
+
+@pytest.mark.parametrize("wrong", ["always", "0MiB", "-1GiB", "3", 3, None, True])
+def test_sizes_without_a_meaning_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"loss_chunk is .*; it must be one of auto, none, or the size"):
+        zcompile.compile(Model(FORMS["mean"]), loss_chunk=wrong)
+
+
+# Memory. --------------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that comes out of an operator, within operators in pieces also."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inner = {
+            ops.linear_cross_entropy: cross_entropy.forward,
+            ops.linear_cross_entropy_backward: cross_entropy.backward,
+        }
+        if func in inner:
+            with self:
+                return inner[func](*args, **kwargs)
+        out = func(*args, **kwargs)
+        tensors = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(t, Tensor)]
+        self.num_bytes = max([self.num_bytes, *(t.untyped_storage().nbytes() for t in tensors)])
+        return out
+
+
+class Tall(nn.Module):
+    """Many rows and classes of few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(600, 4)
+        self.head = nn.Linear(4, 600, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(tokens)), tokens)
+
+
+def test_no_tensor_is_as_large_as_the_logits() -> None:
+    num_bytes = {}
+    for option in ("none", "48KiB"):
+        model, _ = pair(Tall(), loss_chunk=option)
+        tokens = torch.arange(512)
+        model(tokens)  # captured here
+        with Largest() as largest:
+            model(tokens).backward()
+        num_bytes[option] = largest.num_bytes
+    assert num_bytes["none"] == 512 * 600 * 4
+    assert num_bytes["48KiB"] == 48 * 1024
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32000, 8, device="meta")
+        self.head = nn.Linear(8, 32000, device="meta")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(tokens)), tokens)
+
+
+def node_of(graph: Graph | None, target: Any) -> Iterator[Any]:
+    assert graph is not None
+    for region in graph.regions.values():
+        yield from (node for node in region.fx.nodes if node.target is target)
+
+
+def taken(model: nn.Module, rows: int, loss_chunk: str, **options: Any) -> dict[str, int]:
+    """The most that regions take beside parameters and gradients, as planned, by phase."""
+    tokens = torch.empty(rows, dtype=torch.int64, device="meta")
+    plan = zcompile.plan(model, (tokens,), world_size=2, loss_chunk=loss_chunk, advise=False, **options)
+    most = {"forward": 0, "backward": 0}
+    for moment in plan.memory.moments:
+        if moment.phase in most:
+            now = sum(moment.during.get(part, 0) for part in ("region workspace", "saved for backward"))
+            most[moment.phase] = max(most[moment.phase], now)
+    return most
+
+
+def test_planning_sees_pieces_and_not_logits() -> None:
+    logits = 512 * 600 * 2
+    assert min(taken(Tall(), 512, "none", precision="bf16").values()) > logits
+    assert max(taken(Tall(), 512, "48KiB", precision="bf16").values()) < logits / 4
+
+
+def test_the_workspace_is_what_is_allocated() -> None:
+    model, _ = pair(Tall(), loss_chunk="48KiB", precision="bf16")
+    model(torch.arange(512))
+    (forward,) = node_of(model.graphs.forward, ops.linear_cross_entropy)
+    (backward,) = node_of(model.graphs.backward, ops.linear_cross_entropy_backward)
+    assert workspace_bytes(forward) == forward.kwargs["rows"] * 600 * 2 <= 48 * 1024
+    assert workspace_bytes(backward) == 512 * backward.kwargs["columns"] * 2 + 512 * 4 * 4 <= 48 * 1024 + 512 * 4 * 4
