@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import zcompile
+from tests.dist.models import CASES
+from zcompile.analysis.structure import region_key
 
 
 def trained(count: int, model: Any, optimizer: Any) -> None:
@@ -111,3 +113,21 @@ def test_names_of_plans_and_programs_are_the_same() -> None:
         nodes = {node.name: node for node in graph.body}
         for name, ins in zip(runnable.program.nodes, runnable.program.instructions, strict=True):
             assert name in nodes and (type(ins).__name__ == "Call") == ("region_call" in str(nodes[name].target))
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"precision": "bf16", "debug_nonfinite": True}])
+def test_options_of_compile(options: dict[str, Any]) -> None:
+    """Whatever is computed again or checked, every instruction is there, and every region has a time of its own."""
+    case = CASES["deep"]
+    model = zcompile.compile(case.build(), backend="eager", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = model.profile(steps=1)
+    for step in range(4):
+        case.loss(model(**case.data(step, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    latest = model._session.latest
+    found = [s.name for s in profile.steps[0].spans if s.phase in ("forward", "backward") and s.kind != "gap"]
+    assert found == [*latest.program.forward.program.nodes, *latest.program.backward.program.nodes]
+    distinct = {region_key(r) for g in (latest.graphs.forward, latest.graphs.backward) for r in g.regions.values()}
+    assert set(profile.region_times()) == distinct

@@ -9,7 +9,7 @@ from zcompile.ir.graph import Region
 from zcompile.ir.printer import print_region
 
 #: where a literal says on which device a tensor is made
-_DEVICE = re.compile(r"device=\w+")
+_DEVICE = re.compile(r"device=[\w:]+")
 
 
 def region_key(region: Region) -> str:

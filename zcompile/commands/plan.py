@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,29 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=1, help="rows of a rank (default: 1)")
     parser.add_argument("--seq", type=int, help="tokens in a row (default: 2048, or as many as the model can)")
     parser.add_argument("--precision", help="bf16 or fp16 with fp32 masters (default: the model's own dtypes)")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="take times of regions from a profile of this model: what profile.to_json(FILE) wrote",
+    )
+
+
+def measured_times(path: Path | None) -> dict[str, float] | None:
+    """The times of regions in a profile's JSON.
+
+    Raises:
+        PlanError: a file that is not there, or is no profile.
+    """
+    if path is None:
+        return None
+    try:
+        times = json.loads(path.read_text())["region_times"]
+        return {str(key): float(us) for key, us in times.items()}
+    except OSError as error:
+        raise PlanError(f"profile '{path}' cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"file '{path}' has no region_times; pass what profile.to_json(path) wrote") from error
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
         verify="fast",
     )
     model = load_model(options.model, options.micro_batch, options.seq)
-    request = Request(model.name, model.module, model.inputs, machine, options.optimizer, model.notes)
+    times = measured_times(options.measured)
+    request = Request(model.name, model.module, model.inputs, machine, options.optimizer, model.notes, times)
     plan = request.plan(config, options.world_size, advise=not options.no_advice)
     print(plan.to_json() if options.json else plan)
     try:

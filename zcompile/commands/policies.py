@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from zcompile.commands.plan import add_model
+from zcompile.commands.plan import add_model, measured_times
 from zcompile.config import Config, dtype_name
 from zcompile.errors import PlanError
 from zcompile.planner.hardware import hardware, known_hardware
@@ -62,7 +62,9 @@ def run(options: argparse.Namespace) -> int:
             f"{options.model} on {machine.name}, stage {options.stage}, {options.micro_batch} rows a rank", flush=True
         )
         print(_row([*_COLUMNS, *(["over optimum"] if options.optimal else [])], width), flush=True)
-    for result in compare((traced.unscheduled(n) for n in world_sizes), policies, machine, optimal=options.optimal):
+    steps = (traced.unscheduled(n) for n in world_sizes)
+    times = measured_times(options.measured)
+    for result in compare(steps, policies, machine, optimal=options.optimal, measured=times):
         results.append(result)
         if not options.json:
             print(_row(_cells(result), width), flush=True)

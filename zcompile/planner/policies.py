@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,12 @@ def memory_of(step: Step, base: Unscheduled, hardware: Hardware) -> Memory:
 
 
 def compare(
-    steps: Iterable[Unscheduled], policies: Sequence[Policy], hardware: Hardware, *, optimal: bool = False
+    steps: Iterable[Unscheduled],
+    policies: Sequence[Policy],
+    hardware: Hardware,
+    *,
+    optimal: bool = False,
+    measured: Mapping[str, float] | None = None,
 ) -> Iterator[Result]:
     """Schedule, verify and simulate every policy on every number of ranks.
 
@@ -132,12 +137,14 @@ def compare(
         policies: what to compare.
         hardware: the machine.
         optimal: search for the best schedule as well; only steps of few units.
+        measured: times of regions by structure, as ``profile.region_times()`` gives them: what a search decides by, too.
 
     Raises:
+        PlanError: none of a step's regions was measured.
         VerifyError: a policy breaks the graph; the note names it.
     """
     for base in steps:
-        costs = Costs(hardware)
+        costs = Costs(hardware) if measured is None else Costs.measured_in(base.step, hardware, measured)
         best = optimum(base, costs).step_us if optimal else None
         for policy in policies:
             with collector_paused():
