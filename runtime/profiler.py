@@ -68,6 +68,12 @@ class Profiler:
         """Whether the host computes, so that its work and the device's cannot be told apart."""
         return self._clock.on_host
 
+    @property
+    def num_backwards(self) -> int:
+        """How many backwards the step that runs has had."""
+        parts = [] if self._current is None else self._current.parts
+        return sum(isinstance(part, Run) and part.phase == "backward" for part in parts)
+
     # Armed and disarmed. ----------------------------------------------------------------------------------------------
 
     def arm(self) -> None:

@@ -295,7 +295,7 @@ def ends() -> None:
     with pytest.raises(ProfileError, match="another one of the same model is being taken"):
         model.profile()
     steps(model, optimizer, 3)  # compiles, shows memory, and one that is timed and not over yet
-    assert "1 left out: something ran for the first time" in profile.state and profile.missing == 2
+    assert "1 step left out: something ran for the first time" in profile.state and profile.missing == 2
     profile.stop()
     profile.stop()
     assert profile.done and len(profile.steps) == 1 and profile.missing == 1

@@ -47,7 +47,7 @@ def test_a_step_that_ends_with_an_error_does_not_count() -> None:
     optimizer.zero_grad()
     trained(3, model, optimizer)
     assert profile.done, profile.state
-    assert "1 steps left out: it ended with an error" in str(profile)
+    assert "1 step left out: it ended with an error" in str(profile)
     assert all(step.micro_batches == 1 for step in profile.steps)
 
 
@@ -61,6 +61,23 @@ def test_a_forward_without_a_backward_belongs_to_the_step_that_follows() -> None
     forwards = {s.name for s in step.spans if s.phase == "forward" and s.kind == "region"}
     assert sum(s.kind == "region" and s.phase == "forward" for s in step.spans) == 2 * len(forwards)
     assert step.micro_batches == 1
+
+
+def test_a_loop_without_updates_is_one_step() -> None:
+    model, _ = made()
+    with model.profile(steps=1) as profile:
+        for count in range(3):
+            model(torch.ones(2, 7)).sum().backward()
+            said = f"; the one that runs has {count + 1} backwards, and no update or zero_grad yet"
+            assert (said in profile.state) == (count > 0), profile.state
+    assert profile.done and profile.missing == 1, "the only step showed memory"
+    model.zero_grad()
+    profile = model.profile(steps=1)
+    for _ in range(3):
+        model(torch.ones(2, 7)).sum().backward()
+        model.zero_grad()
+    model(torch.ones(2, 7))
+    assert profile.done and profile.steps[0].micro_batches == 1, "zero_grad ends a step, too"
 
 
 def test_other_models_and_optimizers_do_not_count() -> None:

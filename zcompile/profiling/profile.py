@@ -119,8 +119,15 @@ class Profile:
         if not self.done:
             memory = "one that shows memory, " * (self._profiler.first is None)
             text += f"; missing: {memory}{self.missing} more and the forward after them"
-        dropped = Counter(self._profiler.dropped)
-        return text + "".join(f"; {count} left out: {why}" for why, count in dropped.items())
+            if self._profiler.num_backwards > 1:
+                text += (
+                    f"; the one that runs has {self._profiler.num_backwards} backwards, and no update or zero_grad yet"
+                )
+        return "; ".join([text, *self._left_out()])
+
+    def _left_out(self) -> list[str]:
+        counts = Counter(self._profiler.dropped)
+        return [f"{count} step{'s' * (count > 1)} left out: {why}" for why, count in counts.items()]
 
     @property
     def step_us(self) -> float:
@@ -161,7 +168,7 @@ class Profile:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader should know."""
-        notes = [f"{count} steps left out: {why}" for why, count in Counter(self._profiler.dropped).items()]
+        notes = self._left_out()
         if self.done and self.missing:
             notes.append(f"stopped after {len(self._profiler.steps)} of {self.num_steps} steps")
         if self._profiler.paused_replays:
