@@ -31,7 +31,7 @@ class Config:
     backend: str = "inductor"
     policy: str = "prefetch"
     recompute: str | float | None = None
-    loss_chunk: str = "auto"
+    loss_chunk: str = "none"
     gradient_accumulation_steps: int = 1
     accumulate_dtype: str | None = None
     ignore: tuple[str, ...] = ()

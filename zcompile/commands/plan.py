@@ -30,9 +30,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--loss-chunk",
-        default="auto",
+        default="none",
         metavar="SIZE",
-        help="auto, none, or the most that a piece of logits takes: 64MiB (default: auto)",
+        help="auto, none, or the most that a piece of logits takes: 64MiB (default: none)",
     )
     parser.add_argument(
         "--hardware", default="h200", help=f"{', '.join(known_hardware())}, or a JSON file (default: h200)"

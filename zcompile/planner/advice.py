@@ -105,7 +105,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if not plan.fits:
         for mode in RECOMPUTE[::-1] if config.recompute is None else ():
             yield f"recompute='{mode}'", {"recompute": mode}
-        if config.loss_chunk == "auto" and any(
+        if config.loss_chunk == "none":
+            yield "loss_chunk='auto'", {"loss_chunk": "auto"}
+        elif config.loss_chunk == "auto" and any(
             LOGITS_RETURNED in what for e in plan.traced.history for what in e.stats
         ):
             yield "loss_chunk='256MiB', with None for logits", {"loss_chunk": "256MiB"}

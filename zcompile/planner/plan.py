@@ -222,7 +222,9 @@ def _lines(plan: Plan) -> list[str]:
         f"optimizer {_ms(time.optimizer_us)}; {plan.rows_per_s:.1f} rows/s"
         + (f", {plan.rows_per_s * plan.tokens / plan.batch:,.0f} tokens/s" if plan.tokens and plan.batch else ""),
         f"limited by {limit(time)}: computation {_ms(time.bounds.compute_us)}, communication "
-        f"{_ms(time.bounds.communication_us)} of which {_ms(time.exposed_us)} with computation idle, host {_ms(time.bounds.host_us)}",
+        f"{_ms(time.bounds.communication_us)} of which {_ms(time.exposed_us)} with computation idle, host {_ms(time.bounds.host_us)}"
+        + ", which replays CUDA graphs"
+        * time.replayed,
     ]
     if plan.notes:
         lines += ["", *(f"note: {note}" for note in plan.notes)]
