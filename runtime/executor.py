@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import RegionError
-from zcompile.program import Call, Program, Release, Start, TensorType, Wait
+from zcompile.program import Call, Program, Release, Start, TensorType, Transfer, Wait
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives, Pending
+from zcompile.runtime.host import Copies, Mover
 from zcompile.runtime.shards import ParameterShards
 
 #: takes a list of tensors, which it may clear, and returns results
@@ -27,18 +28,25 @@ class Executor:
         collectives: the model's own collectives.
         buffers: memory of gathered parameters.
         accumulation: local gradients that reductions take along.
+        mover: copies values to the host and back.
 
     Attributes:
         takes_local: whether reductions of the next program take them along.
     """
 
     def __init__(
-        self, shards: ParameterShards, collectives: Collectives, buffers: Buffers, accumulation: Accumulation
+        self,
+        shards: ParameterShards,
+        collectives: Collectives,
+        buffers: Buffers,
+        accumulation: Accumulation,
+        mover: Mover,
     ) -> None:
         self.shards = shards
         self.collectives = collectives
         self.buffers = buffers
         self.accumulation = accumulation
+        self.mover = mover
         self.takes_local = True
         self._checked: set[int] = set()
 
@@ -53,7 +61,7 @@ class Executor:
         Returns:
             the slot table; read the outputs at their slots.
         """
-        pending: dict[int, Pending] = {}
+        pending: dict[int, Pending | Copies] = {}
         first = id(program) not in self._checked  # programs live as long as their captures, which outlive this executor
         self._checked.add(id(program))
         for ins in program.instructions:
@@ -69,6 +77,8 @@ class Executor:
                         slots[i] = value
             elif type(ins) is Start:
                 pending[ins.ticket] = self._start(ins, slots)
+            elif type(ins) is Transfer:
+                pending[ins.ticket] = self.mover.start(ins, slots)
             elif type(ins) is Wait:
                 pending.pop(ins.ticket).wait()
                 for i in ins.frees:

@@ -16,6 +16,7 @@ from zcompile.program import Runnable, StepProgram
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.full import logical
+from zcompile.runtime.host import HostMemory
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.shards import ParameterShards
 
@@ -75,7 +76,7 @@ class StepRunner:
                 slots[port.slot] = constants[port.key] if port.key in constants else self.buffer_of(port.key)
         slots = self._run(step.forward, slots)
         outputs: list[Any] = [None] * step.num_outputs
-        saved = SavedValues(self.executor.buffers)
+        saved = SavedValues(self.executor.buffers, self.executor.mover.memory)
         for port in program.outputs:
             value = slots[port.slot]
             if port.kind == "output":
@@ -85,7 +86,7 @@ class StepRunner:
             elif port.kind == "input_mutation":
                 _write_input(inputs, port.key, value)
             else:
-                (saved.kept if port.kind == "kept" else saved.values)[port.key] = value
+                saved.of(port.kind)[port.key] = value
         saved.versions = [compat.version(v) for v in saved.values.values()]
         if id(step) not in self.saved_bytes:
             self.saved_bytes[id(step)] = saved.num_bytes()
@@ -121,10 +122,12 @@ class StepRunner:
             elif port.kind == "tangent":
                 slots[port.slot] = tangents[port.key]
             else:
-                slots[port.slot] = kept[port.key] if port.kind == "kept" else saved.values[port.key]
+                slots[port.slot] = kept[port.key] if port.kind == "kept" else saved.of(port.kind)[port.key]
         if not keep:
             saved.values.clear()
         slots = self._run(backward, slots)
+        if not keep:
+            saved.give_offloaded()
         grads = [(port.key, slots[port.slot]) for port in program.outputs if port.kind == "grad"]
         return grads, {port.key: slots[port.slot] for port in program.outputs if port.kind == "input_grad"}
 
@@ -244,13 +247,19 @@ def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:
 
 
 class SavedValues:
-    """What one forward left for its backward. Kept buffers go back when nobody needs them any more."""
+    """What one forward left for its backward. Buffers and host memory go back when nobody needs them any more."""
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, host: HostMemory) -> None:
         self.values: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
+        self.offloaded: dict[str, Tensor] = {}
         self.versions: list[int] = []
         self._buffers = buffers
+        self._host = host
+
+    def of(self, kind: str) -> dict[str, Any]:
+        """The values of one kind of port, by name."""
+        return {"saved": self.values, "kept": self.kept, "offloaded": self.offloaded}[kind]
 
     def num_bytes(self) -> int:
         """Bytes of the memory that the values lie in, shared memory once; kept buffers do not count."""
@@ -277,7 +286,13 @@ class SavedValues:
         kept, self.kept = self.kept, {}
         return kept
 
+    def give_offloaded(self) -> None:
+        """Give the host's memory back, once a backward has waited for its copies from it."""
+        self._host.give(list(self.offloaded.values()))
+        self.offloaded = {}
+
     def __del__(self) -> None:
+        self.give_offloaded()
         if self.kept:
             self._buffers.give(list(self.kept.values()))
 

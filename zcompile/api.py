@@ -20,6 +20,7 @@ from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
 from zcompile.module import CompiledModule, leave
+from zcompile.offloading import Offloading
 from zcompile.out_of_memory import explain
 from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
@@ -34,6 +35,7 @@ from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.fill import fill
+from zcompile.runtime.host import HostMemory, Lanes, Mover, ranks_here
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.peers import connect
@@ -62,7 +64,7 @@ def compile(
     backend: str = "inductor",
     policy: str = "prefetch",
     recompute: str | float | None = None,
-    offload: Any = None,
+    offload: str | Sequence[str] | None = None,
     memory_budget: Any = None,
     gradient_accumulation_steps: int = 1,
     accumulate_dtype: str | torch.dtype | None = None,
@@ -94,6 +96,9 @@ def compile(
             things again; ``"selective"``: everything in repeated blocks but matmuls, attention and convolutions; ``"full"``: whole
             blocks, of which only what they hand on is saved. A budget for all tensors of a rank, such as ``"24GiB"`` or ``0.8`` of
             the device: as little as keeps the predicted peak under it. Random numbers are saved, never drawn again.
+        offload: what is kept in the host's memory: ``"activations"``, ``"optimizer"`` (the states of ``zcompile.optim.AdamW``),
+            ``"parameters"`` (shards and their gradients), or several, as a list or joined by ``+``. Options in braces:
+            ``"activations{mib=4 lookahead=2}"``, ``"optimizer{step=cpu}"``.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many. Stages 0
             and 1 communicate at its end alone, and keep full gradients until then; the caller scales the loss.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
@@ -122,12 +127,8 @@ def compile(
         ShardingError: a parameter that cannot be taken over.
         RankError: ranks have different models or options, or one is missing.
     """
-    for name, value in {
-        "offload": offload,
-        "memory_budget": memory_budget,
-    }.items():
-        if value is not None:
-            raise ConfigError(f"{name}={value!r} is not supported in this version; leave it out")
+    if memory_budget is not None:
+        raise ConfigError(f"memory_budget={memory_budget!r} is not supported in this version; leave it out")
     check_modules(model)
     config = Config(
         stage=stage,
@@ -136,6 +137,7 @@ def compile(
         backend=backend,
         policy=policy,
         recompute=recompute,
+        offload=str(Offloading.parse(offload)) or None,
         gradient_accumulation_steps=gradient_accumulation_steps,
         accumulate_dtype=dtype_name(accumulate_dtype),
         ignore=names_tuple("ignore", ignore),
@@ -251,7 +253,9 @@ def _take_over(
         dtype=config.wide_dtype,
     )
     watch_optimizers(shards, accumulation)
-    executor = Executor(shards, collectives, Buffers(mesh.device), accumulation)
+    buffers = Buffers(mesh.device)
+    mover = Mover(HostMemory(mesh.device, ranks_on_host=ranks_here(mesh.size)), Lanes(mesh.device), buffers)
+    executor = Executor(shards, collectives, buffers, accumulation, mover)
     refuse_numbers_of_parts(mesh)
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
     # not NCCL's: their end is a collective, and collectors come at different times

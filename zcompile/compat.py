@@ -717,6 +717,19 @@ def foreach_unscale(targets: list[torch.Tensor], found: torch.Tensor, factor: to
     torch._amp_foreach_non_finite_check_and_unscale_(targets, found, factor)
 
 
+def lock_pages(memory: torch.Tensor) -> int:
+    """Page-lock memory on the host for every CUDA context; 0, or CUDA's error.
+
+    ``pin_memory=True`` rounds each size up to a power of two, which a flat arena cannot afford.
+    """
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
+
+
+def unlock_pages(memory: torch.Tensor) -> int:
+    """Undo ``lock_pages``; no copy may be under way."""
+    return int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+
 def move_tensor_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Let ``target`` run the tensor and post-accumulate hooks of ``source``; their handles keep working."""
     if source._backward_hooks:

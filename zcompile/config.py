@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zcompile.errors import ConfigError
+from zcompile.offloading import Offloading
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: dtypes as passes spell them
@@ -30,6 +31,7 @@ class Config:
     backend: str = "inductor"
     policy: str = "prefetch"
     recompute: str | float | None = None
+    offload: str | None = None
     gradient_accumulation_steps: int = 1
     accumulate_dtype: str | None = None
     ignore: tuple[str, ...] = ()
@@ -46,6 +48,7 @@ class Config:
             raise ConfigError(f"stage is {self.stage!r}; it must be 0, 1, 2 or 3")
         _one_of("backend", self.backend, BACKENDS)
         self.recompute_bytes(1)  # raises if it has no meaning
+        Offloading.parse(self.offload)
         _one_of("verify", self.verify, VERIFY_LEVELS)
         if self.precision is not None:
             _one_of("precision", self.precision, tuple(_PRECISIONS))
@@ -95,6 +98,11 @@ class Config:
             f"recompute is {given!r}; it must be one of {', '.join(RECOMPUTE)}, a budget such as '24GiB', or a share of the device's "
             "memory such as 0.8"
         )
+
+    @property
+    def offloading(self) -> Offloading:
+        """What is kept in the host's memory."""
+        return Offloading.parse(self.offload)
 
     @property
     def wide_dtype(self) -> torch.dtype | None:
