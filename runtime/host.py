@@ -95,13 +95,13 @@ class HostMemory:
         Raises:
             HostMemoryError: there is no room for it.
         """
-        num_bytes = _pages(numel * dtype.itemsize)
+        num_bytes = pages(numel * dtype.itemsize)
         self.require(num_bytes, what)
         memory = torch.zeros(num_bytes + PAGE_BYTES, dtype=torch.uint8)
         skip = -memory.data_ptr() % PAGE_BYTES
         flat = memory[skip : skip + num_bytes]
         locked = self.device.type == "cuda"
-        if locked and num_bytes and (code := compat.lock_pages(flat)):
+        if locked and num_bytes and (code := compat.lockpages(flat)):
             raise HostMemoryError(
                 f"{what} takes {num_bytes:,} bytes of host memory, which CUDA does not lock (error {code}); offload less, or raise "
                 "the limit of locked memory (ulimit -l)"
@@ -122,7 +122,7 @@ class HostMemory:
         free = self._free.get(num_bytes)
         if free:
             return free.pop()
-        self.values_bytes += _pages(num_bytes)
+        self.values_bytes += pages(num_bytes)
         return self.zeros(num_bytes, torch.uint8, "what forward offloads")
 
     def give(self, values: Sequence[Tensor]) -> None:
@@ -136,14 +136,15 @@ def block_of(value: Tensor) -> Tensor | None:
     return value.__dict__.get("block")
 
 
-def _pages(num_bytes: int) -> int:
+def pages(num_bytes: int) -> int:
+    """Bytes of the whole pages that hold so many."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _give_back(owner: weakref.ref[HostMemory], locked: Tensor | None, num_bytes: int, device: torch.device) -> None:
     if locked is not None:
         torch.cuda.synchronize(device)
-        compat.unlock_pages(locked)
+        compat.unlockpages(locked)
     memory = owner()
     if memory is not None:
         memory.held_bytes -= num_bytes

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zcompile import ops
+from zcompile.analysis.aliases import Aliases
 from zcompile.analysis.cost import region_kernels
 from zcompile.errors import PlanError
 from zcompile.ir import calls, edit, meta
-from zcompile.ir.graph import Kept, Origin, Output, Region, Role, Saved, Step, Tangent
+from zcompile.ir.graph import Graph, Kept, Offloaded, Origin, Output, Region, Role, Saved, Step, Tangent
 from zcompile.planner import rates
 from zcompile.planner.hardware import Hardware
-from zcompile.planner.jobs import Bucket, Issuer, Job, joined
+from zcompile.planner.jobs import IN, OUT, Bucket, Issuer, Job, joined
 
 
 @dataclass(frozen=True)
@@ -125,17 +126,38 @@ class _Walk:
         self.issuer = Issuer(costs.hardware)
         self.made: dict[fx.Node, tuple[int, ...]] = {}  # the jobs that a value comes from
         self.handed_on: dict[Origin | Role, tuple[int, ...]] = {}
+        self.memory: dict[fx.Node, object] = {}
+        self.hosted: dict[Offloaded, object] = {}
         for graph in step.graphs:
             self.issuer.phase = graph.direction.value
             for node in graph.inputs:
                 self.made[node] = self._jobs_behind(meta.origin(node))
+            self._find_shared(graph)
             for node in graph.body:
                 self._issue(node, graph.regions)
             for node, role in graph.outputs:
                 self.handed_on[role] = self.made[node]
 
+    def _find_shared(self, graph: Graph) -> None:
+        """The memory of what is moved: values that share it are moved once."""
+        if not any(ops.is_transfer(node.target) for node in graph.body):
+            return
+        aliases = Aliases.of_graph(graph)
+        for node in graph.body:
+            if node.target is ops.offload:
+                self.memory.update((tensor, aliases.of(tensor)) for tensor in calls.tensors(node))
+        for node, role in graph.outputs:
+            if isinstance(role, Offloaded):
+                wait = calls.picked_from(node)
+                assert wait is not None, "what is on the host was waited for"
+                self.hosted[role] = self.memory[calls.tensors(calls.source(wait))[calls.index(node)]]
+        for node in graph.inputs:
+            origin = meta.origin(node)
+            if isinstance(origin, Offloaded):
+                self.memory[node] = self.hosted[origin]
+
     def _jobs_behind(self, origin: Origin | None) -> tuple[int, ...]:
-        if isinstance(origin, (Saved, Kept)):
+        if isinstance(origin, (Saved, Kept, Offloaded)):
             return self.handed_on.get(origin, ())
         return self.handed_on.get(Output(origin.index), ()) if isinstance(origin, Tangent) else ()
 
@@ -148,6 +170,10 @@ class _Walk:
             needs = (self.issuer.compute(node.name, "region", cost.device_us, host_us, needs, cost.num_bytes),)
         elif ops.is_collective(node.target):
             needs = (self.issuer.start(node.name, bucket_of(node), needs),)
+        elif ops.is_transfer(node.target):
+            sizes = {self.memory.get(t, t): num_bytes(t) for t in calls.tensors(node)}
+            way = OUT if node.target is ops.offload else IN
+            needs = (self.issuer.transfer(node.name, way, sum(sizes.values()), len(sizes), needs),)
         elif node.target is ops.wait:
             self.issuer.wait(needs)
         self.made[node] = needs

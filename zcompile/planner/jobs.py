@@ -10,7 +10,9 @@ from zcompile.planner.hardware import Hardware
 
 #: the streams of the runtime: computation, NCCL's collectives, and the two lanes of the copy engines
 COMPUTE, GROUP, GATHERS, REDUCTIONS = "compute", "group", "gathers", "reductions"
-STREAMS: tuple[str, ...] = (COMPUTE, GROUP, GATHERS, REDUCTIONS)
+#: the ways to the host and from it, and the host's own work on what it holds
+OUT, IN, CPU = "offloads", "reloads", "cpu"
+STREAMS: tuple[str, ...] = (COMPUTE, GROUP, GATHERS, REDUCTIONS, OUT, IN, CPU)
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Job:
 
     Attributes:
         name: of its node.
-        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``optimizer``.
+        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload`` or ``optimizer``.
         phase: ``forward``, ``backward`` or ``optimizer``.
         stream: one of ``STREAMS``; jobs of a stream run in the order of the list.
         duration_us: time of the device when nothing runs beside it.
@@ -141,6 +143,17 @@ class Issuer:
         self.jobs.append(
             Job(name, bucket.op, self.phase, stream, us, host_us, after, needs, bucket.full_bytes, slowdown)
         )
+        return len(self.jobs) - 1
+
+    def transfer(self, name: str, way: str, num_bytes: int, num_tensors: int, needs: tuple[int, ...] = ()) -> int:
+        """Issue copies to the host (``OUT``) or from it (``IN``); the index of their job."""
+        hw = self.hardware
+        us, host_us = rates.host_copy_us(num_bytes, hw), hw.host.copied_tensor_us * num_tensors
+        kind = "offload" if way == OUT else "reload"
+        if hw.host.blocks:
+            return self.compute(name, kind, us, host_us, needs, num_bytes)
+        after = joined([needs, self._last_compute, tuple(self._waited)])
+        self.jobs.append(Job(name, kind, self.phase, way, us, host_us, after, needs, num_bytes))
         return len(self.jobs) - 1
 
     def wait(self, jobs: Iterable[int]) -> None:

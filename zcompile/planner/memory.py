@@ -17,7 +17,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("shards", "model buffers"),
     "gradients": ("gradient shards",),
     "optimizer states": ("optimizer states",),
-    "activations": ("saved for backward", "inputs and outputs", "between regions"),
+    "activations": ("saved for backward", "reloaded", "inputs and outputs", "between regions"),
     "temporary": ("gathered weights", "gathered, free", "reduction buckets", "region workspace", "exchange"),
     "reserve": ("arena gaps", "context and libraries", "fragmentation"),
 }
@@ -35,7 +35,7 @@ class Moment:
 
     Attributes:
         phase: ``forward``, ``backward`` or ``optimizer``.
-        kind: ``region``, ``collective`` (its start), ``wait``, ``release``, ``end`` of a graph, or ``optimizer``.
+        kind: ``region``, ``collective`` or ``transfer`` (its start), ``wait``, ``release``, ``end`` of a graph, or ``optimizer``.
         name: what runs, such as ``forward_2 (layers.3)`` or ``all_gather of layers.3``.
         during: the most bytes while it runs, by part.
         after: bytes when it has run, by part.
@@ -114,6 +114,7 @@ class Memory:
         exchange_bytes: what the copy engines exchange through, outside of torch's allocator.
         formulas: bytes by what is in this class, in the number of ranks ``W``, for parameters that are divided as they are here;
             ``saved_bytes`` in rows ``B`` and tokens a row ``S``, where sizes in the graph are surely these.
+        host: bytes that a rank has in the host's memory, by what they are: no part of any moment.
     """
 
     moments: tuple[Moment, ...]
@@ -125,6 +126,7 @@ class Memory:
     gathered_held_bytes: int
     exchange_bytes: int
     formulas: Mapping[str, sympy.Expr] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers by name, the peak by category, and the formulas as text."""
@@ -132,12 +134,19 @@ class Memory:
         peak = self.peak
         return {
             **numbers,
+            "host_bytes": self.host_bytes,
+            "host": dict(self.host),
             "peak_bytes": self.peak_bytes,
             "peak_at": {"phase": peak.phase, "name": peak.name},
             "peak_by_category": by_category(peak.during),
             "peak_by_part": dict(peak.during),
             "formulas": {name: str(formula) for name, formula in self.formulas.items()},
         }
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of a rank in the host's memory."""
+        return sum(self.host.values())
 
     @cached_property
     def peak(self) -> Moment:

@@ -20,11 +20,12 @@ class Event:
 
     Attributes:
         name: of its node.
-        stream: ``compute``, ``group`` (NCCL), ``gathers`` or ``reductions`` (copy engines).
+        stream: ``compute``, ``group`` (NCCL), ``gathers`` or ``reductions`` (copy engines), ``offloads`` or ``reloads`` (to the host
+            and from it), or ``cpu``.
         start_us: from the start of the step.
         end_us: from the start of the step.
-        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``optimizer``.
-        bytes: a collective's full side, or what a region moves.
+        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload`` or ``optimizer``.
+        bytes: of a copy, of a collective's full side, or what a region moves.
         phase: ``forward``, ``backward`` or ``optimizer``.
         slack_us: how much later it could end without making the step longer.
     """

@@ -17,13 +17,14 @@ from zcompile.ir.graph import Buffer, Grad, Graph, Step
 from zcompile.lower.program import lower_program
 from zcompile.placement import ParamSpec
 from zcompile.planner import states
-from zcompile.planner.ledger import Pool, Storage, Value, type_bytes
+from zcompile.planner.ledger import ON_HOST, Pool, Storage, Value, type_bytes
 from zcompile.planner.memory import Memory, Moment, Setup
 from zcompile.planner.symbols import bytes_formula
-from zcompile.program import Call, Program, Release, Start, TensorType, Wait
+from zcompile.program import Call, Program, Release, Start, TensorType, Transfer, Wait
 from zcompile.runtime import peers
 from zcompile.runtime.arenas import ALIGNMENT_BYTES, ArenaKey, ArenaLayout
 from zcompile.runtime.gradients import KEEP_BYTES
+from zcompile.runtime.host import pages
 
 
 def predict(step: Step, specs: Sequence[ParamSpec], setup: Setup | None = None) -> Memory:
@@ -60,6 +61,8 @@ class _Walk:
         self.homes: set[ArenaKey | int] = set()
         self.exchange = {"all_gather": 0, "reduce_scatter": 0}
         self.saved: dict[str, Value] = {}
+        self.offloaded: dict[str, Value] = {}
+        self.host: Counter[str] = Counter()
         self.kept: dict[str, tuple[TensorType, str]] = {}
         self.users: list[Storage] = []
         self.inputs: dict[str, Value] = {}
@@ -95,18 +98,19 @@ class _Walk:
             held,
             exchange,
             self._formulas(),
+            dict(self.host),
         )
 
     # Memory that comes and goes. --------------------------------------------------------------------------------------
 
     def hold(self, storage: Storage) -> None:
-        if storage.holders == 0:
+        if storage.holders == 0 and storage.part != ON_HOST:
             self.totals[storage.part] += storage.num_bytes
         storage.holders += 1
 
     def drop(self, storage: Storage) -> None:
         storage.holders -= 1
-        if storage.holders == 0:
+        if storage.holders == 0 and storage.part != ON_HOST:
             self.totals[storage.part] -= storage.num_bytes
 
     def touch(self, names: Iterable[str]) -> None:
@@ -188,8 +192,10 @@ class _GraphWalk:
                 self._call(ins)
             elif isinstance(ins, Start):
                 self._start(ins)
+            elif isinstance(ins, Transfer):
+                self._transfer(ins)
             elif isinstance(ins, Wait):
-                for storage in self.pending.pop(ins.ticket):
+                for storage in self.pending.pop(ins.ticket, ()):
                     self.walk.drop(storage)
                 self._free(ins.frees)
                 self.walk.record(self.phase, "wait", "wait", {})
@@ -206,6 +212,8 @@ class _GraphWalk:
         for ins in self.program.instructions:
             if isinstance(ins, Start) and ins.op != "all_gather":
                 parts.update(dict.fromkeys(ins.inputs, "reduction buckets"))
+            elif isinstance(ins, Transfer) and ins.op == "offload":
+                parts.update(dict.fromkeys(ins.inputs, "saved for backward"))
         kinds = {"grad": "reduction buckets", "output": "inputs and outputs", "saved": "saved for backward"}
         for kind, part in kinds.items():
             parts.update((port.slot, part) for port in self.program.outputs if port.kind == kind)
@@ -221,6 +229,8 @@ class _GraphWalk:
                 self.gathered[port.slot] = walk.kept.pop(port.key)
             elif port.kind == "saved":
                 self._set(port.slot, walk.saved[port.key])
+            elif port.kind == "offloaded":
+                self._set(port.slot, walk.offloaded[port.key])
             else:
                 node = types[port.slot]
                 part = "model buffers" if isinstance(meta.origin(node), Buffer) else "inputs and outputs"
@@ -320,6 +330,19 @@ class _GraphWalk:
                     self._set(slot, (Storage("reduction buckets", type_bytes(kind)),))
         walk.record(self.phase, "collective", ins.label, {})
 
+    def _transfer(self, ins: Transfer) -> None:
+        """Copies of storages, each made once for all values that live in it."""
+        made: dict[Storage, Storage] = {}
+        part = ON_HOST if ins.op == "offload" else "reloaded"
+        for read, written in zip(ins.inputs, ins.outputs, strict=True):
+            for storage in self.slots[read]:
+                if storage not in made:
+                    made[storage] = Storage(part, storage.num_bytes, storage.shape)
+                    if part == ON_HOST:
+                        self.walk.host["activations"] += pages(storage.num_bytes)
+            self._set(written, tuple(made[s] for s in self.slots[read]))
+        self.walk.record(self.phase, "transfer", ins.label, {})
+
     def _stage(self, ins: Start) -> int:
         """Bytes that a collective takes from its start to its wait, beside what goes in and comes out."""
         walk = self.walk
@@ -363,6 +386,8 @@ class _GraphWalk:
         for port in self.program.outputs:
             if port.kind == "kept":
                 walk.kept[port.key] = self.gathered[port.slot]
+            elif port.kind == "offloaded":
+                walk.offloaded[port.key] = self.slots[port.slot]
             elif port.kind == "saved":
                 walk.saved[port.key] = self.slots[port.slot]
                 for storage in self.slots[port.slot]:
