@@ -76,6 +76,17 @@ class HostMemory:
         self.peak_bytes = 0
         self.values_bytes = 0
         self._free: dict[int, list[Tensor]] = {}
+        self._promised: dict[str, int] = {}
+
+    def promise(self, num_bytes: int, what: str) -> None:
+        """Keep room for what will be allocated under the same name; the last promise counts.
+
+        Raises:
+            HostMemoryError: there is no room for it.
+        """
+        self._promised.pop(what, None)
+        self.require(num_bytes, what)
+        self._promised[what] = num_bytes
 
     def require(self, num_bytes: int, what: str) -> None:
         """Check that so many more bytes fit.
@@ -83,10 +94,11 @@ class HostMemory:
         Raises:
             HostMemoryError: they do not.
         """
-        if self.held_bytes + num_bytes > self.limit_bytes:
+        taken = self.held_bytes + sum(self._promised.values())
+        if taken + num_bytes > self.limit_bytes:
             raise HostMemoryError(
-                f"{what} takes {num_bytes:,} bytes of host memory and this rank may have {self.limit_bytes:,}, of which "
-                f"{self.held_bytes:,} are taken; offload less, use more hosts, or set {LIMIT_VARIABLE} if there is more"
+                f"offloading of {what} takes {num_bytes:,} bytes of host memory and this rank may have {self.limit_bytes:,}, of "
+                f"which {taken:,} are taken; offload less, use more hosts, or set {LIMIT_VARIABLE} if there is more"
             )
 
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
@@ -96,6 +108,8 @@ class HostMemory:
             HostMemoryError: there is no room for it.
         """
         num_bytes = pages(numel * dtype.itemsize)
+        if what in self._promised:
+            self._promised[what] = max(self._promised[what] - num_bytes, 0)
         self.require(num_bytes, what)
         memory = torch.zeros(num_bytes + PAGE_BYTES, dtype=torch.uint8)
         skip = -memory.data_ptr() % PAGE_BYTES
@@ -103,8 +117,8 @@ class HostMemory:
         locked = self.device.type == "cuda"
         if locked and num_bytes and (code := compat.lockpages(flat)):
             raise HostMemoryError(
-                f"{what} takes {num_bytes:,} bytes of host memory, which CUDA does not lock (error {code}); offload less, or raise "
-                "the limit of locked memory (ulimit -l)"
+                f"offloading of {what} takes {num_bytes:,} bytes of host memory, which CUDA does not lock (error {code}); offload "
+                "less, or raise the limit of locked memory (ulimit -l)"
             )
         result = flat.view(dtype)[:numel]
         self.held_bytes += num_bytes
@@ -123,7 +137,7 @@ class HostMemory:
         if free:
             return free.pop()
         self.values_bytes += pages(num_bytes)
-        return self.zeros(num_bytes, torch.uint8, "what forward offloads")
+        return self.zeros(num_bytes, torch.uint8, "activations")
 
     def give(self, values: Sequence[Tensor]) -> None:
         """Take the memory of values back, which several may share. Copies to it or from it must have been waited for."""
@@ -178,18 +192,17 @@ class Copies:
 
 
 class Lanes:
-    """Copies to the host and from it, each way in a stream of its own; on CPU they are made at once.
-
-    A copy starts behind all work that the current stream has when it is started. Its tensors belong to the current stream
-    and are kept until the wait: then the current stream comes after the copy, and the allocator may use their memory again.
-    """
+    """Copies to the host and from it, each way in a stream of its own; on CPU they are made at once, and there are no events."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def start(self, way: str, targets: Sequence[Tensor], sources: Sequence[Tensor], *, poison: bool = False) -> Copies:
-        """Start copies between the device and the host.
+        """Start copies between the device and the host behind all work that the current stream has.
+
+        Tensors on the device belong to the current stream and are kept until the wait: then the current stream comes after the
+        copies, and the allocator may use their memory again.
 
         Args:
             way: ``out`` to the host, ``in`` from it.
@@ -197,17 +210,44 @@ class Lanes:
             sources: flat memory.
             poison: fill the sources with NaN at the wait, which shows who still reads them.
         """
+        event = self.copy(way, targets, sources, after=(self.now(),))
+        return Copies(self.device, event, (targets, sources), sources if poison else ())
+
+    def copy(
+        self,
+        way: str,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        *,
+        after: Sequence[torch.cuda.Event | None],
+    ) -> torch.cuda.Event | None:
+        """Copy behind what the way has already and some events; the event of its end. Who calls keeps the tensors."""
         if self.device.type == "cpu":
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
-            return Copies(self.device, None, (), sources if poison else ())
+            return None
         stream = self.stream(way)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        for event in after:
+            if event is not None:
+                stream.wait_event(event)
         with torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            event = stream.record_event()
-        return Copies(self.device, event, (targets, sources), sources if poison else ())
+            return stream.record_event()
+
+    def now(self) -> torch.cuda.Event | None:
+        """The end of what the current stream has."""
+        return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).record_event()
+
+    def join(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream come after an event."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def settle(self, way: str) -> None:
+        """Let the host wait for what a way has."""
+        if way in self._streams:
+            self._streams[way].synchronize()
 
     def stream(self, way: str) -> torch.cuda.Stream:
         """The stream of one way."""

@@ -128,6 +128,8 @@ class StepRunner:
         slots = self._run(backward, slots)
         if not keep:
             saved.give_offloaded()
+        if self.shards.hosting.parameters:
+            self.shards.hosting.arrived()
         grads = [(port.key, slots[port.slot]) for port in program.outputs if port.kind == "grad"]
         return grads, {port.key: slots[port.slot] for port in program.outputs if port.kind == "input_grad"}
 
@@ -232,7 +234,8 @@ class StepRunner:
     def _fresh(self, name: str, padded: Tensor) -> Tensor:
         """A gradient of its own memory, placed as its parameter is."""
         spec = self.shards.specs[name]
-        return self.shards.as_seen(spec, logical(spec, padded, self.shards.mesh.rank).clone())
+        own = logical(spec, padded, self.shards.mesh.rank).to(self.shards.hosting.home, copy=True)
+        return self.shards.as_seen(spec, own)
 
 
 def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:

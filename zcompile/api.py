@@ -35,7 +35,8 @@ from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.fill import fill
-from zcompile.runtime.host import HostMemory, Lanes, Mover, ranks_here
+from zcompile.runtime.host import HostMemory, Mover, ranks_here
+from zcompile.runtime.hosting import Hosting
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.peers import connect
@@ -238,7 +239,10 @@ def _take_over(
         mesh.starter = collectives  # what the shards gather and broadcast is watched, too
         collectives.peers = connect(mesh, agreement)
     mesh.agreement = agreement
-    shards = ParameterShards(specs, mesh)
+    offloading = config.offloading
+    memory = HostMemory(mesh.device, ranks_on_host=ranks_here(mesh.size))
+    hosting = Hosting(mesh.device, memory, offloading, _optimizer_step(config))
+    shards = ParameterShards(specs, mesh, hosting)
     named = dict(model.named_parameters(remove_duplicate=False))
     replaced = adopt(shards, {s.name: named[s.name] for s in specs}, sync_init=config.sync_init)
     if config.sync_init:
@@ -254,7 +258,7 @@ def _take_over(
     )
     watch_optimizers(shards, accumulation)
     buffers = Buffers(mesh.device)
-    mover = Mover(HostMemory(mesh.device, ranks_on_host=ranks_here(mesh.size)), Lanes(mesh.device), buffers)
+    mover = Mover(memory, hosting.lanes, buffers)
     executor = Executor(shards, collectives, buffers, accumulation, mover)
     refuse_numbers_of_parts(mesh)
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
@@ -269,6 +273,14 @@ def _take_over(
     session = Session(model, config, pipeline, runner, param_type, label)
     shards.when_out_of_memory = _explainer(session)
     return CompiledModule(model, config, pipeline, session)
+
+
+def _optimizer_step(config: Config) -> str:
+    """Where states on the host are updated."""
+    moments = config.offloading.optimizer
+    if moments is None or moments.step == "auto":
+        return "device"
+    return moments.step
 
 
 def _explainer(session: Session) -> Callable[[torch.OutOfMemoryError, str], BaseException]:

@@ -767,6 +767,18 @@ def lend(local: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callabl
     return tensor, num_references if address else lambda: 0  # without elements nothing can be overwritten
 
 
+def dtensor_of(
+    local: torch.Tensor, mesh: Any, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> Any:
+    """A DTensor over a local tensor that stays on its own device, such as a shard on the host of a mesh of GPUs."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec: Any = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    make: Any = DTensor
+    return make(local, spec, requires_grad=False)
+
+
 def before_item(look: Callable[[Any], None]) -> None:
     """Call ``look`` with each DTensor of which a Python number is taken (``item``, ``float``, ``bool``), before it is.
 

@@ -296,6 +296,7 @@ class CompiledModule(nn.Module):
         params, all_params, grads, all_grads = state_bytes(runner.shards)
         mine, total = optimizer_bytes(runner.shards, optimizer)
         buffers, latest = runner.executor.buffers, self._session.latest
+        host = runner.shards.hosting.memory
         return Report(
             world_size=runner.shards.mesh.size,
             stage=self._config.stage,
@@ -311,6 +312,10 @@ class CompiledModule(nn.Module):
             saved_bytes=0 if latest is None else runner.saved_bytes.get(id(latest.program), 0),
             peer_bytes=runner.executor.collectives.peer_bytes,
             captures=self._session.num_captures,
+            host_bytes=host.held_bytes,
+            host_peak_bytes=host.peak_bytes,
+            host_limit_bytes=host.limit_bytes,
+            offloaded_bytes=host.values_bytes,
             device=DeviceMemory.of(runner.shards.mesh.device),
             predicted=None if latest is None else self._predicted(latest.graphs, optimizer),
         )
@@ -353,7 +358,7 @@ def unwrap(model: CompiledModule) -> nn.Module:
     runner = model._session.runner
     model._checkpoints.settle()
     model._announce("unwrap")
-    if runner.shards.mesh.is_distributed:
+    if runner.shards.mesh.is_distributed or runner.shards.hosting.parameters:
         put_full(model.original, runner.shards)
     for parameter in runner.shards.parameters:
         vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more

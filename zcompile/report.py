@@ -44,6 +44,8 @@ class Report:
     ``gradient_bytes`` is what is alive: memory may outlive the ``.grad`` that used it, up to the next forward or, in a small
     model, for good. ``gathered_peak_bytes`` is the most that gathered parameters took at once, ``gathered_held_bytes`` what
     the buffers for them take. ``saved_bytes`` is what the latest kind of forward leaves for its backward (0 before the first call).
+    ``host_bytes`` is what this rank has in the host's memory (page-locked where the device is a GPU), of which ``offloaded_bytes``
+    are for activations; it is at most ``host_limit_bytes``.
     ``predicted`` holds the same numbers, and every moment of a step, as planning finds them in the graphs that run; None before
     the first call.
     """
@@ -62,6 +64,10 @@ class Report:
     saved_bytes: int
     peer_bytes: int
     captures: int
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
+    host_limit_bytes: int = 0
+    offloaded_bytes: int = 0
     device: DeviceMemory | None = None
     predicted: Memory | None = None
 
@@ -85,6 +91,8 @@ class Report:
             ("gathered held", "gathered_held_bytes"),
         ):
             rows.append(self._row(label, name))
+        if self.host_bytes or (self.predicted is not None and self.predicted.host):
+            rows.append(self._row("on the host", "host_bytes"))
         if self.device is not None:
             peak = None if self.predicted is None else self._predicted_allocation()
             rows.append(_row("allocated peak", self.device.peak_allocated, peak))
