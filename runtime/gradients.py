@@ -84,7 +84,8 @@ class Gradients:
         self._alive: dict[Home, Sequence[int]] = {}
         self._holes: dict[ArenaKey, list[Tensor]] = {}
         trainable = sum(size * key.dtype.itemsize for key, size in layout.sizes.items() if key.trainable)
-        self._keeps = trainable <= KEEP_BYTES
+        # to lock pages anew in every step would take longer than the step
+        self._keeps = trainable <= KEEP_BYTES or hosting.parameters
 
     # What exists. -----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ SHARE = 0.9
 
 #: bytes that one rank may have on its host, instead of its share of what is free
 LIMIT_VARIABLE = "ZCOMPILE_HOST_BYTES"
+
+#: the attribute of a value on the host that is its memory
+BLOCK = "_zcompile_block"
+
+#: what a stream has had at some moment, as torch gives it
+Event = Any
 
 #: where the kernel says how much memory a container may use, and uses
 _CGROUPS = (
@@ -115,7 +122,7 @@ class HostMemory:
         skip = -memory.data_ptr() % PAGE_BYTES
         flat = memory[skip : skip + num_bytes]
         locked = self.device.type == "cuda"
-        if locked and num_bytes and (code := compat.lockpages(flat)):
+        if locked and num_bytes and (code := compat.lock_pages(flat)):
             raise HostMemoryError(
                 f"offloading of {what} takes {num_bytes:,} bytes of host memory, which CUDA does not lock (error {code}); offload "
                 "less, or raise the limit of locked memory (ulimit -l)"
@@ -124,9 +131,8 @@ class HostMemory:
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         # the storage must outlive the lock, and the copies that still read or write it
-        weakref.finalize(
-            result, _give_back, weakref.ref(self), flat if locked and num_bytes else None, num_bytes, self.device
-        )
+        storage = flat if locked and num_bytes else None
+        weakref.finalize(result, _give_back, weakref.ref(self), storage, num_bytes, self.device).atexit = False
         return result
 
     # Values that forward offloads. ------------------------------------------------------------------------------------
@@ -147,7 +153,7 @@ class HostMemory:
 
 def block_of(value: Tensor) -> Tensor | None:
     """The bytes on the host that hold a value, and keep its pages locked."""
-    return value.__dict__.get("block")
+    return getattr(value, BLOCK, None)
 
 
 def pages(num_bytes: int) -> int:
@@ -158,7 +164,7 @@ def pages(num_bytes: int) -> int:
 def _give_back(owner: weakref.ref[HostMemory], locked: Tensor | None, num_bytes: int, device: torch.device) -> None:
     if locked is not None:
         torch.cuda.synchronize(device)
-        compat.unlockpages(locked)
+        compat.unlock_pages(locked)
     memory = owner()
     if memory is not None:
         memory.held_bytes -= num_bytes
@@ -169,9 +175,7 @@ class Copies:
 
     __slots__ = ("_event", "_kept", "_poison", "device")
 
-    def __init__(
-        self, device: torch.device, event: torch.cuda.Event | None, kept: object, poison: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, device: torch.device, event: Event | None, kept: object, poison: Sequence[Tensor]) -> None:
         self.device = device
         self._event = event
         self._kept = kept
@@ -219,8 +223,8 @@ class Lanes:
         targets: Sequence[Tensor],
         sources: Sequence[Tensor],
         *,
-        after: Sequence[torch.cuda.Event | None],
-    ) -> torch.cuda.Event | None:
+        after: Sequence[Event | None],
+    ) -> Event | None:
         """Copy behind what the way has already and some events; the event of its end. Who calls keeps the tensors."""
         if self.device.type == "cpu":
             for target, source in zip(targets, sources, strict=True):
@@ -235,11 +239,11 @@ class Lanes:
                 target.copy_(source, non_blocking=True)
             return stream.record_event()
 
-    def now(self) -> torch.cuda.Event | None:
+    def now(self) -> Event | None:
         """The end of what the current stream has."""
         return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).record_event()
 
-    def join(self, event: torch.cuda.Event | None) -> None:
+    def join(self, event: Event | None) -> None:
         """Let the current stream come after an event."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
@@ -286,6 +290,6 @@ class Mover:
                 )
             slots[written] = made[key].view(value.dtype).as_strided(value.shape, value.stride())
             if leaves:
-                slots[written].__dict__["block"] = made[key]
+                setattr(slots[written], BLOCK, made[key])
         targets = [block.view(dtype) for (_, _, dtype), block in made.items()]
         return self.lanes.start("out" if leaves else "in", targets, sources, poison=leaves and self._buffers.poison)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from zcompile.runtime.adamw_update import AdamWOptions, Segment, Segments, adamw_, update
-from zcompile.runtime.host import HostMemory, Lanes
+from zcompile.runtime.host import Event, HostMemory, Lanes
 
 #: buffers that chunks pass through: one is filled while one is updated and one is emptied
 NUM_SLOTS = 3
@@ -35,8 +35,8 @@ class _Slot:
     """
 
     buffers: list[Tensor]
-    emptied: torch.cuda.Event | None = None
-    filled: torch.cuda.Event | None = None
+    emptied: Event | None = None
+    filled: Event | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +70,9 @@ class HostedUpdate:
         lanes: the ways to it.
         step: ``device``, ``cpu`` or ``in place``.
         chunk_bytes: size of a chunk of one state.
+
+    Attributes:
+        largest: elements of the largest arena of each dtype; no chunk is larger.
     """
 
     def __init__(self, device: torch.device, memory: HostMemory, lanes: Lanes, step: str, chunk_bytes: int) -> None:
@@ -81,6 +84,7 @@ class HostedUpdate:
         self._slots: dict[tuple[torch.dtype, int], list[_Slot]] = {}
         self._chunks: weakref.WeakKeyDictionary[Segments, list[_Chunk]] = weakref.WeakKeyDictionary()
         self._started = False
+        self.largest: dict[torch.dtype, int] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -186,7 +190,7 @@ class HostedUpdate:
     # Chunks. ----------------------------------------------------------------------------------------------------------
 
     def _chunk_numel(self, dtype: torch.dtype) -> int:
-        return max(self.chunk_bytes // dtype.itemsize // CHUNK_ALIGNMENT, 1) * CHUNK_ALIGNMENT
+        return chunk_numel(self.chunk_bytes, dtype, self.largest.get(dtype))
 
     def _cut(self, segments: Segments, slots: Sequence[_Slot] | None) -> list[_Chunk]:
         """The chunks of an update; found once."""
@@ -214,6 +218,13 @@ class HostedUpdate:
                     )
                 yield _Chunk([s[state : state + numel] for s in states], slice(param, param + numel), staged)
                 number += 1
+
+
+def chunk_numel(chunk_bytes: int, dtype: torch.dtype, largest: int | None = None) -> int:
+    """Elements of a chunk: whole multiples of the alignment, and no more than the largest arena has."""
+    numel = chunk_bytes // dtype.itemsize
+    numel = numel if largest is None else min(numel, largest + CHUNK_ALIGNMENT - 1)
+    return max(numel // CHUNK_ALIGNMENT, 1) * CHUNK_ALIGNMENT
 
 
 def processor_adamw_(param: Tensor, grad: Tensor, states: Sequence[Tensor], options: AdamWOptions) -> None:

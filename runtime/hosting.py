@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from zcompile.offloading import Offloading
 from zcompile.runtime.arenas import ArenaKey, ArenaLayout, aligned_empty, aligned_zeros, allocate
 from zcompile.runtime.host import Copies, HostMemory, Lanes
 from zcompile.runtime.hosted_update import HostedUpdate
+
+log = logging.getLogger("zcompile")
 
 STATES, PARAMETERS, GRADIENTS = "optimizer states", "parameters", "gradients"
 
@@ -52,17 +55,32 @@ class Hosting:
         """The device of parameters and gradients, as users see it."""
         return torch.device("cpu") if self.parameters else self.device
 
-    def promise(self, layout: ArenaLayout) -> None:
-        """Keep room for what comes later: states, and gradients.
+    @property
+    def step(self) -> str:
+        """Where states on the host are updated."""
+        return "device" if self.update is None else self.update.step
+
+    def promise(self, layout: ArenaLayout, *, speaks: bool) -> None:
+        """Keep room for what comes later: states, and gradients. Where that saves little, ``speaks`` lets the log say so.
 
         Raises:
             HostMemoryError: there is not enough.
         """
         trainable = sum(size * key.dtype.itemsize for key, size in layout.sizes.items() if key.trainable)
+        if speaks and self.parameters and not any(layout.sharded_sizes.values()):
+            log.warning(
+                "offload='parameters': every parameter is whole on every rank, so the device holds all of them while a step runs, and "
+                "gains room for gradients and the optimizer alone"
+            )
+        if speaks and self.update is not None and not trainable:
+            log.warning("no parameter is trainable, so there are no optimizer states to offload")
         if self.parameters:
             self.memory.promise(trainable, GRADIENTS)
         if self.update is not None:
             self.memory.promise(NUM_MOMENTS * trainable, STATES)
+            for key, size in layout.sizes.items():
+                if key.trainable:
+                    self.update.largest[key.dtype] = max(size, self.update.largest.get(key.dtype, 0))
 
     def allocate(self, sizes: Mapping[ArenaKey, int]) -> dict[ArenaKey, Tensor]:
         """The flat parameter memory."""

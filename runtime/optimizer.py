@@ -131,14 +131,15 @@ class AdamW(Optimizer):
         super().__init__(params, defaults)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of each parameter, as torch's optimizers have it. States on the host are all there when this returns."""
-        for hosted in {cell.arena.hosted for cell in self._cells.values()} - {None}:
-            hosted.settle()
+        for hosted in {cell.arena.hosted for cell in self._cells.values()}:
+            if hosted is not None:
+                hosted.settle()
         return self._state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._state = state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ class ParameterShards:
         self._specs = tuple(self.specs.values())
         self.layout = ArenaLayout(self._specs)
         self._arenas = self.hosting.allocate(self.layout.sizes)
-        self.hosting.promise(self.layout)
+        self.hosting.promise(self.layout, speaks=mesh.rank == 0)
         self._padded = tuple(self._shard_memory(i) for i in range(len(self._specs)))
         self._unfilled = set(range(len(self._specs)))
         self.parameters = [self._make_parameter(i) for i in range(len(self._specs))]

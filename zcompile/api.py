@@ -27,6 +27,7 @@ from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.hardware import hardware as find_hardware
+from zcompile.planner.hosted import step_here
 from zcompile.planner.plan import Plan
 from zcompile.planner.request import Request
 from zcompile.runtime.accumulation import Accumulation
@@ -173,6 +174,7 @@ def plan(
     hardware: str | Path | Hardware = "h200",
     policy: str = "prefetch",
     recompute: str | None = None,
+    offload: str | Sequence[str] | None = None,
     optimizer: str = "adamw",
     backend: str = "inductor",
     reduce_dtype: str | torch.dtype | None = None,
@@ -192,7 +194,7 @@ def plan(
         example_inputs: one rank's micro-batch: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. Only
             shapes and dtypes count: tensors may be on ``meta``.
         world_size: ranks.
-        stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``backend``, ``reduce_dtype``, ``ignore``,
+        stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``offload``, ``backend``, ``reduce_dtype``, ``ignore``,
             ``keep_fp32``, ``differentiable`` and ``verify``.
         hardware: the machine: a known name, the path of a JSON file, or a description.
         optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
@@ -211,6 +213,7 @@ def plan(
         backend=backend,
         policy=policy,
         recompute=recompute,
+        offload=str(Offloading.parse(offload)) or None,
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
         differentiable=_differentiable(differentiable),
@@ -239,9 +242,8 @@ def _take_over(
         mesh.starter = collectives  # what the shards gather and broadcast is watched, too
         collectives.peers = connect(mesh, agreement)
     mesh.agreement = agreement
-    offloading = config.offloading
     memory = HostMemory(mesh.device, ranks_on_host=ranks_here(mesh.size))
-    hosting = Hosting(mesh.device, memory, offloading, _optimizer_step(config))
+    hosting = Hosting(mesh.device, memory, config.offloading, step_here(config.offloading, mesh.device))
     shards = ParameterShards(specs, mesh, hosting)
     named = dict(model.named_parameters(remove_duplicate=False))
     replaced = adopt(shards, {s.name: named[s.name] for s in specs}, sync_init=config.sync_init)
@@ -273,14 +275,6 @@ def _take_over(
     session = Session(model, config, pipeline, runner, param_type, label)
     shards.when_out_of_memory = _explainer(session)
     return CompiledModule(model, config, pipeline, session)
-
-
-def _optimizer_step(config: Config) -> str:
-    """Where states on the host are updated."""
-    moments = config.offloading.optimizer
-    if moments is None or moments.step == "auto":
-        return "device"
-    return moments.step
 
 
 def _explainer(session: Session) -> Callable[[torch.OutOfMemoryError, str], BaseException]:
@@ -363,10 +357,9 @@ def _check_memory(model: nn.Module) -> None:
 def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipeline:
     if given is None:
         pipeline = passes.default_pipeline(config, size=mesh.size, axis=mesh.axis)
-    elif config.policy != "prefetch":
-        raise ConfigError(
-            f"pipeline and policy={config.policy!r} are both given; a pipeline contains its schedule passes"
-        )
+    elif config.policy != "prefetch" or config.offloading.activations:
+        both = f"policy={config.policy!r}" if config.policy != "prefetch" else f"offload={config.offload!r}"
+        raise ConfigError(f"pipeline and {both} are both given; a pipeline contains its schedule passes")
     else:
         pipeline = passes.parse(given) if isinstance(given, str) else given
     pipeline.check()

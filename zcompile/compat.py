@@ -722,12 +722,14 @@ def lock_pages(memory: torch.Tensor) -> int:
 
     ``pin_memory=True`` rounds each size up to a power of two, which a flat arena cannot afford.
     """
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
+    runtime: Any = torch.cuda.cudart()
+    return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
 
 
 def unlock_pages(memory: torch.Tensor) -> int:
     """Undo ``lock_pages``; no copy may be under way."""
-    return int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+    runtime: Any = torch.cuda.cudart()
+    return int(runtime.cudaHostUnregister(memory.data_ptr()))
 
 
 def move_tensor_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

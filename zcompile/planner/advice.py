@@ -25,6 +25,9 @@ MOST = 6
 WORTH = 0.01
 WORTH_MEMORY = 0.05
 
+#: what may go to the host, that which costs least first
+OFFLOADS = ("activations", "optimizer", "activations+optimizer+parameters")
+
 #: makes a plan from the options that differ from the present one
 Replan = Callable[[dict[str, Any]], Plan]
 
@@ -104,6 +107,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if not plan.fits:
         for mode in RECOMPUTE[::-1] if config.recompute is None else ():
             yield f"recompute='{mode}'", {"recompute": mode}
+        for kinds in OFFLOADS if config.offload is None else ():
+            yield f"offload='{kinds}'", {"offload": kinds}
         for double in range(1, 5 if config.stage else 1):
             world = plan.world_size << double
             yield f"{world} ranks", {"world_size": world}

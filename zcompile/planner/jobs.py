@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.planner import rates
 from zcompile.planner.hardware import Hardware
+from zcompile.runtime.hosted_update import NUM_SLOTS
 
 #: the streams of the runtime: computation, NCCL's collectives, and the two lanes of the copy engines
 COMPUTE, GROUP, GATHERS, REDUCTIONS = "compute", "group", "gathers", "reductions"
@@ -168,6 +169,42 @@ class Issuer:
         us = rates.optimizer_us(num_params, self.hardware)
         moved = rates.ADAMW_BYTES * num_params
         self.compute("update", "optimizer", us, self.hardware.host.step_us, everything, moved)
+
+    def update_hosted(self, chunks: Sequence[int], step: str) -> None:
+        """Issue AdamW on states that are on the host, chunk by chunk.
+
+        Args:
+            chunks: float32 parameters of each.
+            step: ``device``: states come, are updated and go, in three buffers; the first may come while backward runs. ``cpu``:
+                gradients and parameters come to the processors, parameters go back. ``in place``: all of them are there.
+        """
+        hw, everything = self.hardware, tuple(range(len(self.jobs)))
+        self.phase = "optimizer"
+        self.wait(everything)
+        gone: list[int] = []
+        for number, size in enumerate(chunks):
+            name = f"update_{number}"
+            free = (gone[number - NUM_SLOTS],) if number >= NUM_SLOTS else ()
+            if step == "device":
+                came = self._pass(f"{name}_states", IN, 8 * size, free)
+                us, moved = rates.optimizer_us(size, hw), rates.ADAMW_BYTES * size
+                self.wait((came,))
+                done = self.compute(name, "optimizer", us, hw.host.kernel_us, (came, *everything), moved)
+                gone.append(self._pass(f"{name}_states_back", OUT, 8 * size, (done,)))
+                continue
+            came = everything if step == "in place" else (self._pass(name, OUT, 8 * size, (*everything, *free)),)
+            us = rates.ADAMW_BYTES * size / hw.host_bytes_per_s * 1e6
+            self.jobs.append(Job(name, "optimizer", self.phase, CPU, us, 0.0, came, came, rates.ADAMW_BYTES * size))
+            done = len(self.jobs) - 1
+            gone.append(done if step == "in place" else self._pass(f"{name}_parameters", IN, 4 * size, (done,)))
+        self.wait(gone)
+        self.compute("update", "optimizer", 0.0, hw.host.step_us, tuple(gone))
+
+    def _pass(self, name: str, way: str, num_bytes: int, needs: tuple[int, ...]) -> int:
+        """Copies that wait for nothing but what they need."""
+        us, kind = rates.host_copy_us(num_bytes, self.hardware), "offload" if way == OUT else "reload"
+        self.jobs.append(Job(name, kind, self.phase, way, us, 0.0, needs, needs, num_bytes))
+        return len(self.jobs) - 1
 
 
 def joined(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

@@ -9,16 +9,24 @@ from typing import Any
 
 import sympy
 
-from zcompile.planner import rates
+from zcompile.offloading import Offloading
+from zcompile.planner import hosted, rates
 from zcompile.planner.hardware import Hardware
 
 #: the categories, and the parts that each is made of
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "parameters": ("shards", "model buffers"),
+    "parameters": ("shards", "uploaded", "model buffers"),
     "gradients": ("gradient shards",),
     "optimizer states": ("optimizer states",),
     "activations": ("saved for backward", "reloaded", "inputs and outputs", "between regions"),
-    "temporary": ("gathered weights", "gathered, free", "reduction buckets", "region workspace", "exchange"),
+    "temporary": (
+        "gathered weights",
+        "gathered, free",
+        "reduction buckets",
+        "region workspace",
+        "exchange",
+        "optimizer buffers",
+    ),
     "reserve": ("arena gaps", "context and libraries", "fragmentation"),
 }
 CATEGORIES = tuple(PARTS)
@@ -73,6 +81,8 @@ class Setup:
         copies: large buckets go by the copy engines of one node.
         context_bytes: what the device's context and libraries take.
         fragmentation: gaps of the allocator, as a share of what is allocated: a guess.
+        offloading: what is on the host.
+        step: where states on the host are updated, as ``hosted.step_of`` finds it.
         symbols: what sizes of values mean in formulas, as ``symbols.size_symbols`` finds them.
     """
 
@@ -83,10 +93,20 @@ class Setup:
     copies: bool = False
     context_bytes: int = 0
     fragmentation: float = 0.0
+    offloading: Offloading = field(default_factory=Offloading)
+    step: str = "device"
     symbols: Mapping[int, sympy.Expr] = field(default_factory=dict)
 
     @classmethod
-    def on(cls, hardware: Hardware, world_size: int, *, optimizer: str = "adamw", fused: bool = True) -> Setup:
+    def on(
+        cls,
+        hardware: Hardware,
+        world_size: int,
+        *,
+        optimizer: str = "adamw",
+        fused: bool = True,
+        offloading: Offloading | None = None,
+    ) -> Setup:
         """What a step on a machine depends on."""
         on_host = hardware.host.blocks
         return cls(
@@ -96,6 +116,8 @@ class Setup:
             copies=rates.by_copies(rates.COPIES_MIN_BYTES, world_size, hardware),
             context_bytes=hardware.reserve_bytes,
             fragmentation=0.0 if on_host else FRAGMENTATION,
+            offloading=offloading or Offloading(),
+            step=hosted.step_of(offloading or Offloading(), hardware),
         )
 
 

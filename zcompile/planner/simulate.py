@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import networkx as nx
 
 from zcompile.ir.graph import Step
+from zcompile.offloading import Offloading
 from zcompile.planner.engine import Run, steady_run
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs, step_jobs
-from zcompile.planner.jobs import COMPUTE, STREAMS, Job
+from zcompile.planner.jobs import COMPUTE, CPU, STREAMS, Job
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,22 @@ class Bounds:
 
     Attributes:
         compute_us: computation and the update alone.
-        communication_us: the busiest stream of collectives alone.
+        communication_us: the busiest stream of collectives, or of copies to the host or from it, alone.
         critical_path_us: the longest chain of jobs that read each other's results, on a machine with as many streams as needed.
         host_us: issuing everything.
+        processors_us: what the processors update.
     """
 
     compute_us: float
     communication_us: float
     critical_path_us: float
     host_us: float
+    processors_us: float = 0.0
 
     @property
     def step_us(self) -> float:
         """The largest of them."""
-        return max(self.compute_us, self.communication_us, self.critical_path_us, self.host_us)
+        return max(self.compute_us, self.communication_us, self.critical_path_us, self.host_us, self.processors_us)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def simulate(
     *,
     region_us: Mapping[str, float] | None = None,
     optimizer: bool = True,
+    offloading: Offloading | None = None,
     costs: Costs | None = None,
 ) -> Timeline:
     """Simulate one training step of one rank; all ranks are taken to be alike.
@@ -113,13 +117,14 @@ def simulate(
         world_size: ranks.
         region_us: measured device times of regions by name; the others are computed.
         optimizer: whether an update by AdamW follows backward.
+        offloading: what is on the host beside values that the graphs move there.
         costs: shared between simulations of one model on one machine, so that each region is looked at once.
 
     Raises:
         PlanError: the step was scheduled for another number of ranks, or is not outlined.
     """
     costs = costs or Costs(hardware, dict(region_us or {}))
-    return timeline(step_jobs(step, costs, world_size, optimizer=optimizer))
+    return timeline(step_jobs(step, costs, world_size, optimizer=optimizer, offloading=offloading))
 
 
 def timeline(jobs: Sequence[Job]) -> Timeline:
@@ -156,9 +161,10 @@ def bounds(jobs: Sequence[Job]) -> Bounds:
         longest.append(job.duration_us + max((longest[i] for i in job.needs), default=0.0))
     return Bounds(
         compute_us=of_stream[COMPUTE],
-        communication_us=max(us for s, us in of_stream.items() if s != COMPUTE),
+        communication_us=max(us for s, us in of_stream.items() if s not in (COMPUTE, CPU)),
         critical_path_us=max(longest, default=0.0),
         host_us=sum(j.host_us for j in jobs),
+        processors_us=of_stream[CPU],
     )
 
 
