@@ -1,7 +1,8 @@
 """What the ranks of the GPU tests run: ``rank_program.py DEVICE BACKEND JOB...``. Rank 0 prints a line of JSON for each job.
 
 Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``, with ``:peers`` for buckets of every size by the copy engines;
-``fp16:STAGE``, with loss scaling; ``memory:STAGE``; ``raises``; ``killed``.
+``fp16:STAGE``, with loss scaling; ``memory:STAGE``; ``offload:STAGE:WHAT`` and ``memory:STAGE:WHAT``, with that on the host;
+``raises``; ``killed``.
 """
 
 from __future__ import annotations
@@ -108,9 +109,16 @@ def fsdp2(device: torch.device, backend: str, precision: str) -> dict[str, Any]:
 
 
 def compiled(
-    config: LlamaConfig, device: torch.device, backend: str, stage: int, precision: str | None
+    config: LlamaConfig,
+    device: torch.device,
+    backend: str,
+    stage: int,
+    precision: str | None,
+    offload: str | None = None,
 ) -> tuple[zcompile.CompiledModule, Any]:
-    model = zcompile.compile(build(config, device), stage=stage, precision=precision, backend=backend, timeout=20.0)
+    model = zcompile.compile(
+        build(config, device), stage=stage, precision=precision, backend=backend, timeout=20.0, offload=offload
+    )
     return model, zcompile.optim.AdamW(model.parameters(), lr=LR)
 
 
@@ -127,6 +135,23 @@ def stage(device: torch.device, backend: str, number: str, precision: str, way: 
         "losses": mean(losses, device),
         "gathered_live_bytes": report.gathered_live_bytes,
         "peer_bytes": report.peer_bytes,
+    }
+
+
+def offload(device: torch.device, backend: str, number: str, what: str) -> dict[str, Any]:
+    """The same training with something on the host."""
+    model, optimizer = compiled(SMALL, device, backend, int(number), None, what)
+    losses = train(model, optimizer, model.clip_grad_norm_, SMALL, range(RANK, RANK + 1), device)
+    report = model.report(optimizer)
+    assert report.predicted is not None
+    states = [t for entry in optimizer.state.values() for key, t in entry.items() if key != "step"]
+    zcompile.unwrap(model)
+    return {
+        "losses": mean(losses, device),
+        "gathered_live_bytes": report.gathered_live_bytes,
+        "host_bytes": report.host_bytes,
+        "predicted_host_bytes": report.predicted.host_bytes,
+        "states_on": sorted({local(t).device.type for t in states}),
     }
 
 
@@ -171,10 +196,10 @@ def fp16(device: torch.device, backend: str, number: str) -> dict[str, Any]:
     }
 
 
-def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
+def memory(device: torch.device, backend: str, number: str, what: str | None = None) -> dict[str, Any]:
     """What a larger model holds and takes at most, after two steps; interpreted, to be quick."""
     gc.collect()  # models of other jobs are parts of cycles
-    model, optimizer = compiled(LARGE, device, "eager", int(number), None)
+    model, optimizer = compiled(LARGE, device, "eager", int(number), None, what)
     train(model, optimizer, model.clip_grad_norm_, LARGE, range(RANK, RANK + 1), device, steps=2)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -210,7 +235,14 @@ def fails(device: torch.device, backend: str, how: str, way: str = "") -> dict[s
 
 def run_job(job: str, device: torch.device, backend: str) -> dict[str, Any]:
     name, *options = job.split(":")
-    jobs: dict[str, Any] = {"plain": plain, "fsdp2": fsdp2, "stage": stage, "fp16": fp16, "memory": memory}
+    jobs: dict[str, Any] = {
+        "plain": plain,
+        "fsdp2": fsdp2,
+        "stage": stage,
+        "fp16": fp16,
+        "memory": memory,
+        "offload": offload,
+    }
     if name in ("raises", "killed"):
         return fails(device, backend, name, *options)
     return jobs[name](device, backend, *options)
