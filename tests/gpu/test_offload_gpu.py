@@ -181,11 +181,12 @@ def test_training_equals_plain_pytorch(results: dict[Any, Any], tmp_path: Path, 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("what", [ACTIVATIONS, "optimizer", EVERYTHING])
-def test_the_peak_falls(results: dict[Any, Any], tmp_path: Path, world_size: int, what: str) -> None:
+def test_memory_falls(results: dict[Any, Any], tmp_path: Path, world_size: int, what: str) -> None:
     """By the states at least, where these are on the host: a step still has the buffers that they pass through."""
     without = result_of(results, tmp_path / "without", world_size, "memory:3")
     found = result_of(results, tmp_path / "mine", world_size, f"memory:3:{what}")
-    if DEVICE == "cuda":
-        least = without["optimizer_bytes"] // 2 if "optimizer" in what else without["saved_bytes"] // 2
-        assert found["allocated_peak"] < without["allocated_peak"] - least, (found, without)
+    if what == ACTIVATIONS:
+        assert found["saved_bytes"] < 0.5 * without["saved_bytes"] and found["offloaded_bytes"] > 0
+    elif DEVICE == "cuda":
+        assert found["allocated_peak"] < without["allocated_peak"] - without["optimizer_bytes"] // 2, (found, without)
         assert found["allocated_after"] <= found["allocated_before"] + 2**20, "a step leaves nothing behind"
