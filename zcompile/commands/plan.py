@@ -8,6 +8,7 @@ from typing import Any
 
 from zcompile.config import RECOMPUTE, Config, dtype_name
 from zcompile.errors import PlanError
+from zcompile.offloading import Offloading
 from zcompile.planner.hardware import hardware, known_hardware
 from zcompile.planner.models import BUILT_IN, load_model
 from zcompile.planner.request import Request
@@ -25,6 +26,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--world-size", type=int, required=True, help="ranks")
     parser.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default: 3)")
     parser.add_argument("--policy", default="prefetch", metavar="SPEC", help="schedule passes (default: prefetch)")
+    parser.add_argument(
+        "--offload",
+        metavar="WHAT",
+        help="activations, optimizer, parameters, or several joined by + (default: nothing)",
+    )
     parser.add_argument(
         "--recompute", choices=RECOMPUTE, help="what is computed again in backward (default: nothing dear)"
     )
@@ -64,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
         policy=options.policy,
         recompute=options.recompute,
         loss_chunk=options.loss_chunk,
+        offload=str(Offloading.parse(options.offload)) or None,
         verify="fast",
     )
     model = load_model(options.model, options.micro_batch, options.seq)
