@@ -9,6 +9,7 @@ from zcompile.config import Config
 from zcompile.errors import PipelineError
 from zcompile.passes.cleanup import Cleanup
 from zcompile.passes.memory.chunk_loss import ChunkLoss
+from zcompile.passes.memory.offload import Offload
 from zcompile.passes.memory.recompute import Recompute
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.passes.precision import Precision
@@ -36,6 +37,7 @@ PASSES: tuple[type[Pass[Any]], ...] = (
     Keep,
     Bucket,
     Prefetch,
+    Offload,
     Cleanup,
 )
 
@@ -91,6 +93,8 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline
         axis: name of the mesh axis.
     """
     recompute = () if config.recompute_mode is None else (Recompute(mode=config.recompute_mode),)
+    moved = config.offloading.activations
+    offload = () if moved is None else (Offload(mib=moved.mib, lookahead=moved.lookahead),)
     precision = () if config.compute_spec is None else (Precision(dtype=config.compute_spec),)
     return Pipeline(
         (
@@ -104,6 +108,7 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline
             Reduce(stage=config.stage, dtype=config.reduce_spec),
             Outline(),
             *schedule(config.policy),
+            *offload,
             Cleanup(),
         )
     )

@@ -100,8 +100,6 @@ class DeviceClock:
 
     def follow(self, lane: str, works: Sequence[Any]) -> Mark | None:
         """The end of collectives of one lane, which end in the order of their start."""
-        if not works:
-            return None
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._lanes[lane]):

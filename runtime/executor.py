@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import RegionError
-from zcompile.program import Call, Instruction, Program, Release, Start, TensorType, Wait
+from zcompile.program import Call, Instruction, Program, Release, Start, TensorType, Transfer, Wait
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives, Pending
+from zcompile.runtime.host import Copies, Mover
+from zcompile.runtime.hosted_parameters import DirectReads, ToHost
 from zcompile.runtime.shards import ParameterShards
 
 #: takes a list of tensors, which it may clear, and returns results
@@ -52,6 +54,7 @@ class Executor:
         collectives: the model's own collectives.
         buffers: memory of gathered parameters.
         accumulation: local gradients that reductions take along.
+        mover: copies values to the host and back.
 
     Attributes:
         takes_local: whether reductions of the next program take them along.
@@ -59,12 +62,18 @@ class Executor:
     """
 
     def __init__(
-        self, shards: ParameterShards, collectives: Collectives, buffers: Buffers, accumulation: Accumulation
+        self,
+        shards: ParameterShards,
+        collectives: Collectives,
+        buffers: Buffers,
+        accumulation: Accumulation,
+        mover: Mover,
     ) -> None:
         self.shards = shards
         self.collectives = collectives
         self.buffers = buffers
         self.accumulation = accumulation
+        self.mover = mover
         self.takes_local = True
         self.observer: Observer | None = None
         self._checked: set[int] = set()
@@ -72,6 +81,7 @@ class Executor:
             from zcompile.runtime.kernels import cross_entropy  # Triton is imported where it is used
 
             cross_entropy.register()
+        self._direct = DirectReads(shards.hosting)
 
     def run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> list[Any]:
         """Run a program.
@@ -89,9 +99,11 @@ class Executor:
         return slots
 
     def _run(self, program: Program, bodies: Mapping[str, Body], slots: list[Any]) -> None:
-        pending: dict[int, Pending] = {}
+        pending: dict[int, Pending | ToHost | Copies] = {}
         first = id(program) not in self._checked  # programs live as long as their captures, which outlive this executor
         self._checked.add(id(program))
+        if self.shards.hosting.parameters:
+            self._direct.upload(program, slots)
         instructions: Iterable[Instruction] = program.instructions
         if self.observer is not None:
             instructions = self.observer.watch(program, first, slots, pending)
@@ -108,6 +120,8 @@ class Executor:
                         slots[i] = value
             elif type(ins) is Start:
                 pending[ins.ticket] = self._start(ins, slots)
+            elif type(ins) is Transfer:
+                pending[ins.ticket] = self.mover.start(ins, slots)
             elif type(ins) is Wait:
                 pending.pop(ins.ticket).wait()
                 for i in ins.frees:
@@ -125,11 +139,15 @@ class Executor:
         with self.buffers.apart(), self.collectives.recording():
             yield
 
-    def _start(self, ins: Start, slots: list[Any]) -> Pending:
+    def _start(self, ins: Start, slots: list[Any]) -> Pending | ToHost:
         sends: list[Tensor] = [slots[i] for i in ins.inputs]
         if ins.op == "all_gather":
             outputs = self.buffers.take(ins.types)
-            started = self.collectives.all_gather(outputs, sends, ins.label)
+            if self.shards.hosting.parameters:
+                with self.shards.hosting.arriving(sends) as arrived:
+                    started = self.collectives.all_gather(outputs, arrived, ins.label)
+            else:
+                started = self.collectives.all_gather(outputs, sends, ins.label)
         else:
             if self.takes_local and self.accumulation.local:
                 # what was added up may be wider than what one backward sends
@@ -146,13 +164,15 @@ class Executor:
                 started = self.collectives.all_reduce(outputs, description=ins.label)
         for i, out in zip(ins.outputs, outputs, strict=True):
             slots[i] = out
+        if ins.op != "all_gather" and self.shards.hosting.parameters:
+            return ToHost(started, ins, slots, self.shards)
         return started
 
     def _gradient_memory(self, ins: Start) -> list[Tensor]:
         """Where reduced gradients go: right into the gradient arena where nothing is accumulated yet."""
         outputs = []
         for name, kind in zip(ins.grads, ins.types, strict=True):
-            if name and self.shards.parameter(name).grad is None:
+            if name and self.shards.parameter(name).grad is None and not self.shards.hosting.parameters:
                 memory = self.shards.grad_local(name)
                 if memory.dtype == kind.dtype and tuple(memory.shape) == kind.shape:
                     outputs.append(memory)
@@ -172,7 +192,7 @@ class Executor:
             else:
                 out = send
                 self.collectives.all_reduce([out], description=f"{label} of {name}").wait()
-            reduced.append((name, out))
+            reduced.append((name, out.to(self.shards.hosting.home)))
         return reduced
 
 

@@ -83,7 +83,7 @@ def gather(
     batch: list[tuple[ParamSpec, Tensor]] = []
     num_bytes = 0
     for spec, make in items:
-        shard = make()
+        shard = make().to(mesh.device)
         size = shard.nbytes * (spec.world_size if spec.is_sharded else 1)
         if batch and num_bytes + size > batch_bytes:
             yield from _gather_batch(mesh, batch)

@@ -13,7 +13,8 @@ from zcompile import compat
 from zcompile.errors import ShardingError
 from zcompile.placement import ParamSpec
 from zcompile.runtime import full as full_tensors
-from zcompile.runtime.arenas import ArenaKey, ArenaLayout, aligned_empty, aligned_zeros, detached_view
+from zcompile.runtime.arenas import ArenaKey, ArenaLayout, aligned_zeros, detached_view
+from zcompile.runtime.hosting import Hosting
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.placed import contiguous_stride, local_of, placement_problem
 
@@ -82,13 +83,19 @@ class Gradients:
     """
 
     def __init__(
-        self, specs: Sequence[ParamSpec], layout: ArenaLayout, mesh: Mesh, parameters: Sequence[nn.Parameter]
+        self,
+        specs: Sequence[ParamSpec],
+        layout: ArenaLayout,
+        mesh: Mesh,
+        parameters: Sequence[nn.Parameter],
+        hosting: Hosting,
     ) -> None:
         self.arenas: dict[ArenaKey, Tensor] = {}
         self.prepared: list[Gradient | None] = [None] * len(specs)
         self._specs = specs
         self._layout = layout
         self._mesh = mesh
+        self._hosting = hosting
         self._parameters = parameters
         self._homes: list[Home] = [
             place.key if place is not None and place.key.trainable else index
@@ -98,7 +105,8 @@ class Gradients:
         self._alive: dict[Home, Sequence[int]] = {}
         self._holes: dict[ArenaKey, list[Tensor]] = {}
         trainable = sum(size * key.dtype.itemsize for key, size in layout.sizes.items() if key.trainable)
-        self._keeps = trainable <= KEEP_BYTES
+        # to lock pages anew in every step would take longer than the step
+        self._keeps = trainable <= KEEP_BYTES or hosting.parameters
 
     # What exists. -----------------------------------------------------------------------------------------------------
 
@@ -197,7 +205,7 @@ class Gradients:
     def _prepare(self, index: int) -> Gradient:
         spec, place, home = self._specs[index], self._layout.places[index], self._homes[index]
         if place is None or isinstance(home, int):
-            arena, start = aligned_zeros(spec.padded_local_numel, spec.dtype, self._mesh.device), 0
+            arena, start = aligned_zeros(spec.padded_local_numel, spec.dtype, self._hosting.home), 0
             self._alive[home] = (index,)
         else:
             arena, start = self.arenas.get(home), place.start
@@ -211,7 +219,7 @@ class Gradients:
         return gradient
 
     def _allocate(self, key: ArenaKey) -> Tensor:
-        arena = self.arenas[key] = aligned_empty(self._layout.sizes[key], key.dtype, self._mesh.device)
+        arena = self.arenas[key] = self._hosting.gradients(self._layout.sizes[key], key.dtype)
         self._alive[key] = self._layout.members[key]
         if holes := self.holes(key):
             compat.foreach_zero(holes)
@@ -240,6 +248,8 @@ class Gradients:
     @torch.no_grad()
     def accumulate(self, indices: Sequence[int], shards: Sequence[Tensor]) -> None:
         """Add reduced gradients to ``.grad``; see ``ParameterShards.accumulate_many``."""
+        if self._hosting.parameters:
+            shards = [shard.to(self._hosting.home) for shard in shards]
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index, shard in zip(indices, shards, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zcompile.runtime import full as full_tensors
 from zcompile.runtime.adamw_update import Segment, Segments
-from zcompile.runtime.arenas import ArenaKey, aligned_zeros, detached_view
+from zcompile.runtime.arenas import ArenaKey, detached_view
 from zcompile.runtime.placed import local_of
 from zcompile.runtime.shards import ParameterShards
 
@@ -56,11 +56,13 @@ class MomentArena:
         key: of the parameter arena, and of the gradient arena of the same layout.
         cells: by position, in the order of ``indices``.
         steps: one float32 on the CPU for each position.
+        hosted: what updates the states where they are on the host; None: they are on the device.
     """
 
     def __init__(self, shards: ParameterShards, key: ArenaKey, indices: Sequence[int], *, amsgrad: bool) -> None:
         """Allocate zeros for parameters ``indices`` (rising in the parameter arena)."""
         self.key = key
+        self.hosted = shards.hosting.update
         self._param = shards.arenas()[key]
         self._gradient_arenas = shards.gradients.arenas
         self._places = [place for i in indices if (place := shards.layout.places[i]) is not None]
@@ -70,7 +72,7 @@ class MomentArena:
             self._starts.append(size)
             size += place.extent
         names = (*MOMENTS, MAXIMUM) if amsgrad else MOMENTS
-        self._flat = {name: aligned_zeros(size, key.dtype, shards.mesh.device) for name in names}
+        self._flat = {name: shards.hosting.states(size, key.dtype) for name in names}
         self.steps = torch.zeros(len(indices), dtype=torch.float32)
         self._segments: dict[tuple[int, ...], Segments] = {}
         self._columns: dict[tuple[int, ...], Tensor] = {}

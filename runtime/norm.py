@@ -67,7 +67,7 @@ def clip_grad_norm_(
     targets = [arenas[run.key][run.start : run.stop] for run in runs]
     targets += [local for index in single if (local := _local_grad(shards, index)).numel()]
     if targets:
-        compat.foreach_mul(targets, factor)
+        compat.foreach_mul(targets, factor.to(targets[0].device))
     # A NaN factor makes NaN of the zeros between gradients, and there it would outlive zero_grad(set_to_none=False).
     holes = [hole for key in {run.key for run in runs} for hole in shards.holes(key)]
     if holes:
@@ -134,14 +134,15 @@ def _total_norm(shards: ParameterShards, mesh: Mesh, flat: list[int], single: li
     if math.isinf(order):
         neutral = 0.0 if order > 0 else math.inf
         local = _number(mesh, neutral) if norms is None else (norms.amax() if order > 0 else norms.amin())
-        everyone = _all_gather_scalar(mesh, local)  # not an all-reduce: MAX loses NaN on some backends
+        everyone = _all_gather_scalar(mesh, local.to(mesh.device))  # not an all-reduce: MAX loses NaN on some backends
         return (everyone.amax() if order > 0 else everyone.amin()).to(dtype)
     total = _number(mesh, 0.0) if norms is None else norms.pow(order).sum()  # float64: powers overflow late
     return _all_sum(mesh, total).pow(1.0 / order).to(dtype)
 
 
 def _all_sum(mesh: Mesh, total: Tensor) -> Tensor:
-    """The sum over ranks, in place."""
+    """The sum over ranks, on the mesh's device."""
+    total = total.to(mesh.device)
     if mesh.size > 1:
         mesh.collectives.all_reduce([total], "sum", "all_reduce of the gradient norm").wait()
     return total

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zcompile.errors import OptimizerError
 from zcompile.runtime.adamw_update import AdamWOptions, adamw_, update
 from zcompile.runtime.gradients import Gradient
+from zcompile.runtime.hosted_update import HostedUpdate
 from zcompile.runtime.moments import Cell, MomentArena
 from zcompile.runtime.placed import local_of, placement_problem
 from zcompile.runtime.shards import ParameterShards, Slot
@@ -129,8 +130,22 @@ class AdamW(Optimizer):
         self._plans: dict[int, Plan] = {}
         super().__init__(params, defaults)
 
+    @property
+    def state(self) -> Any:
+        """The state of each parameter, as torch's optimizers have it. States on the host are all there when this returns."""
+        for hosted in {cell.arena.hosted for cell in self._cells.values()}:
+            if hosted is not None:
+                hosted.settle()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._state = state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "state" in self.__dict__:  # what torch put there does not go through the property
+            self._state = self.__dict__.pop("state")
         self._plans = {}
         self.__dict__.setdefault("_cells", {})  # a copy starts without; load_state_dict comes here too and keeps them
         for group in self.param_groups:
@@ -139,8 +154,20 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; values are copied into the flat state that is there already."""
-        super().load_state_dict(state_dict)
+        """As torch's; values are copied into the flat state that is there already, and states on the host never leave it."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        hosted: dict[Tensor, dict[str, Any]] = {}
+        rest = dict(state_dict["state"])
+        for number, parameter in zip(numbers, parameters, strict=False):  # torch says so if they differ
+            found = Slot.of(parameter)
+            if number in rest and found is not None and found[0].hosting.update is not None:
+                entry = rest[number]
+                hosted[parameter] = {k: v for k, v in entry.items() if isinstance(v, Tensor) and v.dim()}
+                rest[number] = {k: v for k, v in entry.items() if k not in hosted[parameter]}
+        super().load_state_dict({**state_dict, "state": rest})
+        for parameter, entry in hosted.items():
+            self.state[parameter].update(entry)
         for parameter, cell in self._cells.items():
             if parameter in self.state:
                 cell.take(self.state[parameter])
@@ -160,9 +187,10 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        begun: set[HostedUpdate] = set()
         for number, group in enumerate(self.param_groups):
             plan = self._plans.get(number)
-            if plan is None or not plan.holds(group, self.state):
+            if plan is None or not plan.holds(group, self._state):
                 with self._explaining_memory(group):
                     plan = self._make_plan(group)
                 if plan.single:  # it cannot tell when they become flat
@@ -170,13 +198,17 @@ class AdamW(Optimizer):
                 else:
                     self._plans[number] = plan
             for arena, positions in plan.flat:
-                update(
-                    [
-                        (arena.segments(together, group["amsgrad"]), _options(group, count))
-                        for count, together in arena.advance(positions)
-                    ],
-                    grad=arena.grad,
-                )
+                parts = [
+                    (arena.segments(together, group["amsgrad"]), _options(group, count))
+                    for count, together in arena.advance(positions)
+                ]
+                if arena.hosted is None:
+                    update(parts, grad=arena.grad)
+                    continue
+                if arena.hosted not in begun:
+                    arena.hosted.begin()
+                    begun.add(arena.hosted)
+                arena.hosted.update(parts, grad=arena.grad)
             with self._explaining_memory(group):
                 for parameter in plan.single:
                     self._step_single(group, parameter)

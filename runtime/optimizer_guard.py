@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zcompile.errors import OptimizerError
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import Replaced
+from zcompile.runtime.optimizer import AdamW
 from zcompile.runtime.shards import ParameterShards, Slot
 
 #: torch optimizers that do not work on shards, and why
@@ -75,6 +76,22 @@ def check_scaler(optimizer: Optimizer) -> None:
             raise error
 
 
+def check_hosted(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose states would stay on the device although they are to be on the host.
+
+    Raises:
+        OptimizerError: names the optimizer, and the ways out.
+    """
+    if isinstance(optimizer, AdamW):
+        return
+    for shards, _ in _managed(optimizer):
+        if shards.hosting.update is not None and not shards.hosting.parameters:
+            raise OptimizerError(
+                f"optimizer {type(optimizer).__name__} keeps its states on the device and offload='optimizer' puts none of them "
+                "on the host; use zcompile.optim.AdamW, or offload='parameters', with which every optimizer runs on the host"
+            )
+
+
 def _torch_scaler() -> torch.amp.GradScaler | None:
     """The scaler with torch's own ``unscale_`` whose ``step`` is running now, found among the nearest callers."""
     frame = inspect.currentframe()
@@ -100,6 +117,7 @@ def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> Non
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check_optimizer(optimizer)
         check_scaler(optimizer)
+        check_hosted(optimizer)
         if accumulation.names() and (mine := watched()) is not None:
             check_complete(optimizer, mine)
 

@@ -25,6 +25,10 @@ def as_seen(mesh: Mesh, spec: ParamSpec, local: Tensor) -> Tensor:
     """A logical local tensor as users see it: a DTensor over the same memory where there is a process group."""
     if mesh.device_mesh is None:
         return local
+    if local.device.type != mesh.device.type:  # from_local would move it
+        return compat.dtensor_of(
+            local, mesh.device_mesh, (placement(spec),), torch.Size(spec.shape), contiguous_stride(spec.shape)
+        )
     return DTensor.from_local(
         local,
         mesh.device_mesh,

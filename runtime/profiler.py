@@ -254,10 +254,9 @@ class Profiler:
                 run.flights[ticket].works = ()
             elif not isinstance(ins, Call):
                 started = pending[ticket]
-                works = getattr(started, "works", ())
-                lane = getattr(started, "lane", "group")
-                seen = clock.follow(lane, works)
-                run.flights[ticket] = Flight(lane, end, seen, works if clock.on_host else ())
+                works = started.works
+                seen = clock.follow(started.lane, works) if works else end
+                run.flights[ticket] = Flight(started.lane, end, seen, works if clock.on_host else ())
             for flight in run.flights.values() if clock.on_host else ():
                 if flight.works and is_done(flight.works):
                     flight.end, flight.works = end, ()

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from zcompile.errors import OutOfMemoryError, ShardingError
+from zcompile.offloading import Offloading
 from zcompile.placement import ParamSpec
 from zcompile.runtime import full as full_tensors
 from zcompile.runtime.accumulation import Accumulation
-from zcompile.runtime.arenas import ArenaKey, ArenaLayout, allocate, detached_view
+from zcompile.runtime.arenas import ArenaKey, ArenaLayout, detached_view
 from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.host import HostMemory
+from zcompile.runtime.hosting import Hosting
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.placed import as_seen
 
@@ -61,7 +64,8 @@ class ParameterShards:
 
     Attributes:
         specs: by canonical name, in the model's order.
-        mesh: where the shards live.
+        mesh: the ranks, and the device that computes.
+        hosting: what is in the host's memory.
         names: canonical names by parameter index.
         parameters: by parameter index. DTensors where there is a process group, else plain tensors; views of the
             arenas.
@@ -73,13 +77,15 @@ class ParameterShards:
 
     when_out_of_memory: Callable[[torch.OutOfMemoryError, str], BaseException] | None = None
 
-    def __init__(self, specs: Iterable[ParamSpec], mesh: Mesh) -> None:
+    def __init__(self, specs: Iterable[ParamSpec], mesh: Mesh, hosting: Hosting | None = None) -> None:
         """Allocate shards of zeros; every parameter starts unfilled.
 
         Raises:
             ShardingError: a name occurs twice, or a spec is for another world size.
+            HostMemoryError: the host has no room for what is to be kept there.
         """
         self.mesh = mesh
+        self.hosting = hosting or Hosting(mesh.device, HostMemory(mesh.device), Offloading())
         self.specs: dict[str, ParamSpec] = {}
         self._index: dict[str, int] = {}
         for index, spec in enumerate(specs):
@@ -95,11 +101,12 @@ class ParameterShards:
         self.names = tuple(self.specs)
         self._specs = tuple(self.specs.values())
         self.layout = ArenaLayout(self._specs)
-        self._arenas = allocate(self.layout.sizes, mesh.device)
+        self._arenas = self.hosting.allocate(self.layout.sizes)
+        self.hosting.promise(self.layout, speaks=mesh.rank == 0)
         self._padded = tuple(self._shard_memory(i) for i in range(len(self._specs)))
         self._unfilled = set(range(len(self._specs)))
         self.parameters = [self._make_parameter(i) for i in range(len(self._specs))]
-        self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters)
+        self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters, self.hosting)
         self.accumulation: Accumulation | None = None
 
     @contextlib.contextmanager
@@ -197,7 +204,7 @@ class ParameterShards:
             A DTensor where there is a process group, else a plain tensor; always fresh memory.
         """
         spec = self.specs[self.names[self.index(name)]]
-        local = full_tensors.cut(spec, full, self.mesh.rank).to(self.mesh.device, dtype, copy=True)
+        local = full_tensors.cut(spec, full, self.mesh.rank).to(self.hosting.home, dtype, copy=True)
         return self.as_seen(spec, local.contiguous())
 
     # What users see. --------------------------------------------------------------------------------------------------
@@ -224,7 +231,7 @@ class ParameterShards:
     def _shard_memory(self, index: int) -> Tensor:
         spec, place = self._specs[index], self.layout.places[index]
         if place is None:
-            return torch.empty(spec.padded_local_shape, dtype=spec.dtype, device=self.mesh.device)
+            return torch.empty(spec.padded_local_shape, dtype=spec.dtype, device=self.hosting.home)
         return self._arenas[place.key][place.start : place.start + place.numel].view(spec.padded_local_shape)
 
     # Gradients. -------------------------------------------------------------------------------------------------------

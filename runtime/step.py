@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
 from zcompile.program import Port, Program, Runnable, StepProgram
-from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.executor import Executor, as_written
 from zcompile.runtime.full import logical
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
+from zcompile.runtime.saved import SavedValues
 from zcompile.runtime.shards import ParameterShards
 from zcompile.runtime.tape import Tape, Tapes
 
@@ -80,7 +80,7 @@ class StepRunner:
         else:
             ports, results = tape.ends, tape.forward.results
         outputs: list[Any] = [None] * step.num_outputs
-        saved = SavedValues(self.executor.buffers, tape)
+        saved = SavedValues(self.executor.buffers, self.executor.mover.memory, tape)
         copies: dict[int, Tensor] = {}
         for port in ports:
             value = results[port.slot]
@@ -93,7 +93,7 @@ class StepRunner:
             elif port.kind == "input_mutation":
                 _write_input(inputs, port.key, value)
             else:
-                (saved.kept if port.kind == "kept" else saved.values)[port.key] = value
+                saved.of(port.kind)[port.key] = value
         saved.note_versions()
         if id(step) not in self.saved_bytes:
             self.saved_bytes[id(step)] = saved.num_bytes()
@@ -139,6 +139,10 @@ class StepRunner:
             measured = None if local else self.tapes
             with contextlib.nullcontext() if measured is None else measured.issuing_backward(step):
                 results = self._run(backward, self._backward_slots(program, saved, tangents, keep))
+            if not keep:
+                saved.give_offloaded()
+            if self.shards.hosting.parameters:
+                self.shards.hosting.arrived()
         grads = [(port.key, results[port.slot]) for port in program.outputs if port.kind == "grad"]
         input_grads = {port.key: results[port.slot] for port in program.outputs if port.kind == "input_grad"}
         if saved.tape is not None:  # the next replay writes over them
@@ -157,7 +161,7 @@ class StepRunner:
             elif port.kind == "tangent":
                 slots[port.slot] = tangents[port.key]
             else:
-                slots[port.slot] = kept[port.key] if port.kind == "kept" else saved.values[port.key]
+                slots[port.slot] = kept[port.key] if port.kind == "kept" else saved.of(port.kind)[port.key]
         if not keep:
             saved.values = {}
         return slots
@@ -270,7 +274,8 @@ class StepRunner:
     def _fresh(self, name: str, padded: Tensor) -> Tensor:
         """A gradient of its own memory, placed as its parameter is."""
         spec = self.shards.specs[name]
-        return self.shards.as_seen(spec, logical(spec, padded, self.shards.mesh.rank).clone())
+        own = logical(spec, padded, self.shards.mesh.rank).to(self.shards.hosting.home, copy=True)
+        return self.shards.as_seen(spec, own)
 
 
 def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:
@@ -282,59 +287,6 @@ def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:
                 f"tensor arguments {other} and {index} share memory and forward writes to {index} in place; pass a clone of one"
             )
     target.detach().copy_(value)
-
-
-class SavedValues:
-    """What one forward left for its backward. Kept buffers go back when nobody needs them any more.
-
-    Args:
-        buffers: where kept ones come from.
-        tape: of the forward, if it was replayed: all memory is the tape's then.
-    """
-
-    def __init__(self, buffers: Buffers, tape: Tape | None) -> None:
-        self.tape = tape
-        self.values: dict[str, Any] = {}
-        self.kept: dict[str, Tensor] = {}
-        if tape is not None:
-            tape.lease(self)
-            self.values, self.kept = tape.values, tape.kept
-        self.versions: list[int] = []
-        self._buffers = buffers
-
-    def note_versions(self) -> None:
-        """Values are as the forward left them now. A tape's are nobody else's to write to."""
-        if self.tape is None:
-            self.versions = [compat.version(v) for v in self.values.values()]
-
-    def num_bytes(self) -> int:
-        """Bytes of the memory that the values lie in, shared memory once; kept buffers do not count."""
-        storages = {s.data_ptr(): s.nbytes() for v in self.values.values() for s in [v.untyped_storage()]}
-        return sum(storages.values())
-
-    def check_versions(self) -> None:
-        """Refuse a backward whose values were written to since the forward, as autograd does.
-
-        Raises:
-            BackwardError: an argument, buffer or output that backward reads was changed in place.
-        """
-        for (name, value), version in zip(self.values.items(), self.versions, strict=self.tape is None):
-            if compat.version(value) != version:
-                raise BackwardError(
-                    f"a tensor that backward needs ('{name}', {list(value.shape)}) has been modified by an inplace operation since "
-                    "the forward: it is an argument, an output or a buffer of the model; change a clone of it"
-                )
-
-    def take_kept(self, keep: bool) -> dict[str, Tensor]:
-        """The kept buffers for a backward, which releases them: copies if another backward will come, or a tape has them."""
-        if keep or self.tape is not None:
-            return {name: self._buffers.take_copy(t) for name, t in self.kept.items()}
-        kept, self.kept = self.kept, {}
-        return kept
-
-    def __del__(self) -> None:
-        if self.kept and self.tape is None:
-            self._buffers.give(list(self.kept.values()))
 
 
 class _Step(torch.autograd.Function):

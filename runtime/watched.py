@@ -17,7 +17,7 @@ class Piece:
     Attributes:
         name: of its node in the graph, as in plans.
         kind: ``region``, ``wait``, ``release``, ``optimizer``, ``reduction`` for one outside of programs, or what is started:
-            ``all_gather``, ``reduce_scatter``, ``all_reduce``.
+            ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload``.
         label: what it is about, for people.
         begin: before it.
         end: behind it.
@@ -36,7 +36,8 @@ class Piece:
 
 @dataclass
 class Flight:
-    """A collective under way: from ``begin``, at the earliest, to ``end``; None: nobody saw it end before its wait did."""
+    """A collective, or copies between device and host, under way: from ``begin``, at the earliest, to ``end``; None: nobody saw it
+    end before its wait did."""
 
     lane: str
     begin: Mark

@@ -27,7 +27,8 @@ LONG_FILES = frozenset(
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "compat": ("errors",),
-    "config": ("compat",),
+    "offloading": ("errors",),
+    "config": ("compat", "offloading"),
     "placement": ("config",),
     "cross_entropy": (),
     "ops": ("placement", "cross_entropy"),

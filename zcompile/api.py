@@ -19,14 +19,16 @@ from zcompile import passes
 from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
-from zcompile.module import CompiledModule, leave
+from zcompile.module import CompiledModule
 from zcompile.modules import check_modules
+from zcompile.offloading import Offloading
 from zcompile.out_of_memory import explain
 from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.hardware import hardware as find_hardware
+from zcompile.planner.hosted import step_here
 from zcompile.planner.plan import Plan
 from zcompile.planner.request import Request
 from zcompile.profiling.profile import Profile
@@ -34,8 +36,11 @@ from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import adopt, install, sync_buffers
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.collectives import Collectives
+from zcompile.runtime.ending import leave
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.fill import fill
+from zcompile.runtime.host import HostMemory, Mover, ranks_here
+from zcompile.runtime.hosting import Hosting
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.pace import Pace
@@ -66,8 +71,8 @@ def compile(
     backend: str = "inductor",
     policy: str = "prefetch",
     recompute: str | float | None = None,
-    loss_chunk: str = "auto",
-    offload: Any = None,
+    loss_chunk: str = "none",
+    offload: str | Sequence[str] | None = None,
     memory_budget: Any = None,
     gradient_accumulation_steps: int = 1,
     accumulate_dtype: str | torch.dtype | None = None,
@@ -104,6 +109,9 @@ def compile(
             256 MiB of logits on in pieces of at most so much, where the model does not return the logits; the gradients recompute
             them, one matmul more. A size such as ``"64MiB"``: in pieces of at most that for any number of classes, and logits that
             the model returns beside the loss are None in training. ``"none"``: as the model says.
+        offload: what is kept in the host's memory: ``"activations"``, ``"optimizer"`` (the states of ``zcompile.optim.AdamW``),
+            ``"parameters"`` (shards and their gradients), or several, as a list or joined by ``+``. Options in braces:
+            ``"activations{mib=4 lookahead=2}"``, ``"optimizer{step=cpu}"``.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many. Stages 0
             and 1 communicate at its end alone, and keep full gradients until then; the caller scales the loss.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
@@ -136,12 +144,8 @@ def compile(
         ShardingError: a parameter that cannot be taken over.
         RankError: ranks have different models or options, or one is missing.
     """
-    for name, value in {
-        "offload": offload,
-        "memory_budget": memory_budget,
-    }.items():
-        if value is not None:
-            raise ConfigError(f"{name}={value!r} is not supported in this version; leave it out")
+    if memory_budget is not None:
+        raise ConfigError(f"memory_budget={memory_budget!r} is not supported in this version; leave it out")
     check_modules(model)
     config = Config(
         stage=stage,
@@ -151,6 +155,7 @@ def compile(
         policy=policy,
         recompute=recompute,
         loss_chunk=loss_chunk,
+        offload=str(Offloading.parse(offload)) or None,
         gradient_accumulation_steps=gradient_accumulation_steps,
         accumulate_dtype=dtype_name(accumulate_dtype),
         ignore=names_tuple("ignore", ignore),
@@ -186,7 +191,8 @@ def plan(
     hardware: str | Path | Hardware = "h200",
     policy: str = "prefetch",
     recompute: str | None = None,
-    loss_chunk: str = "auto",
+    loss_chunk: str = "none",
+    offload: str | Sequence[str] | None = None,
     optimizer: str = "adamw",
     backend: str = "inductor",
     reduce_dtype: str | torch.dtype | None = None,
@@ -207,8 +213,8 @@ def plan(
         example_inputs: one rank's micro-batch: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. Only
             shapes and dtypes count: tensors may be on ``meta``.
         world_size: ranks.
-        stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``loss_chunk``, ``backend``, ``reduce_dtype``,
-            ``ignore``, ``keep_fp32``, ``differentiable`` and ``verify``.
+        stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``loss_chunk``, ``offload``, ``backend``,
+            ``reduce_dtype``, ``ignore``, ``keep_fp32``, ``differentiable`` and ``verify``.
         hardware: the machine: a known name, the path of a JSON file, or a description.
         optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
         advise: also plan changes that could make it fit or go faster; at most about 20 seconds more.
@@ -229,6 +235,7 @@ def plan(
         policy=policy,
         recompute=recompute,
         loss_chunk=loss_chunk,
+        offload=str(Offloading.parse(offload)) or None,
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
         differentiable=_differentiable(differentiable),
@@ -258,7 +265,9 @@ def _take_over(
         mesh.starter = collectives  # what the shards gather and broadcast is watched, too
         collectives.peers = connect(mesh, agreement)
     mesh.agreement = agreement
-    shards = ParameterShards(specs, mesh)
+    memory = HostMemory(mesh.device, ranks_on_host=ranks_here(mesh.size))
+    hosting = Hosting(mesh.device, memory, config.offloading, step_here(config.offloading, mesh.device))
+    shards = ParameterShards(specs, mesh, hosting)
     named = dict(model.named_parameters(remove_duplicate=False))
     replaced = adopt(shards, {s.name: named[s.name] for s in specs}, sync_init=config.sync_init)
     if config.sync_init:
@@ -273,7 +282,9 @@ def _take_over(
         dtype=config.wide_dtype,
     )
     watch_optimizers(shards, accumulation)
-    executor = Executor(shards, collectives, Buffers(mesh.device), accumulation)
+    buffers = Buffers(mesh.device)
+    mover = Mover(memory, hosting.lanes, buffers)
+    executor = Executor(shards, collectives, buffers, accumulation, mover)
     refuse_numbers_of_parts(mesh)
     runner = StepRunner(shards, executor, agreement, buffer_reader(model))
     # not NCCL's: their end is a collective, and collectors come at different times
@@ -284,7 +295,7 @@ def _take_over(
         spec = shards.specs[name]
         return ParamType(name, spec.shape, compute_dtype(spec, config), shards.parameter(name).requires_grad)
 
-    if config.cuda_graphs is not False and not config.debug_nonfinite:
+    if config.cuda_graphs is not False and config.can_replay:
         _replay_steps(runner, label, asked=config.cuda_graphs is True)
     session = Session(model, config, pipeline, runner, param_type, label)
     shards.when_out_of_memory = _explainer(session)
@@ -331,10 +342,9 @@ def _explainer(session: Session) -> Callable[[torch.OutOfMemoryError, str], Base
 def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipeline:
     if given is None:
         pipeline = passes.default_pipeline(config, size=mesh.size, axis=mesh.axis)
-    elif config.policy != "prefetch":
-        raise ConfigError(
-            f"pipeline and policy={config.policy!r} are both given; a pipeline contains its schedule passes"
-        )
+    elif config.policy != "prefetch" or config.offloading.activations:
+        both = f"policy={config.policy!r}" if config.policy != "prefetch" else f"offload={config.offload!r}"
+        raise ConfigError(f"pipeline and {both} are both given; a pipeline contains its schedule passes")
     else:
         pipeline = passes.parse(given) if isinstance(given, str) else given
     pipeline.check()

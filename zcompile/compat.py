@@ -749,6 +749,21 @@ def foreach_unscale(targets: list[torch.Tensor], found: torch.Tensor, factor: to
     torch._amp_foreach_non_finite_check_and_unscale_(targets, found, factor)
 
 
+def lock_pages(memory: torch.Tensor) -> int:
+    """Page-lock memory on the host for every CUDA context; 0, or CUDA's error.
+
+    ``pin_memory=True`` rounds each size up to a power of two, which a flat arena cannot afford.
+    """
+    runtime: Any = torch.cuda.cudart()
+    return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
+
+
+def unlock_pages(memory: torch.Tensor) -> int:
+    """Undo ``lock_pages``; no copy may be under way."""
+    runtime: Any = torch.cuda.cudart()
+    return int(runtime.cudaHostUnregister(memory.data_ptr()))
+
+
 def move_tensor_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Let ``target`` run the tensor and post-accumulate hooks of ``source``; their handles keep working."""
     if source._backward_hooks:
@@ -784,6 +799,18 @@ def lend(local: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callabl
         return of_objects + of_tensors + of_memory
 
     return tensor, num_references if address else lambda: 0  # without elements nothing can be overwritten
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: Any, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> Any:
+    """A DTensor over a local tensor that stays on its own device, such as a shard on the host of a mesh of GPUs."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec: Any = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    make: Any = DTensor
+    return make(local, spec, requires_grad=False)
 
 
 def before_item(look: Callable[[Any], None]) -> None:

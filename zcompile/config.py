@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zcompile.errors import ConfigError
+from zcompile.offloading import Offloading
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: dtypes as passes spell them
@@ -31,7 +32,8 @@ class Config:
     backend: str = "inductor"
     policy: str = "prefetch"
     recompute: str | float | None = None
-    loss_chunk: str = "auto"
+    loss_chunk: str = "none"
+    offload: str | None = None
     gradient_accumulation_steps: int = 1
     accumulate_dtype: str | None = None
     ignore: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ class Config:
                 f"loss_chunk is {self.loss_chunk!r}; it must be one of {', '.join(LOSS_CHUNK)}, or the size of a piece of logits such as "
                 "'256MiB'"
             )
+        Offloading.parse(self.offload)
         _one_of("verify", self.verify, VERIFY_LEVELS)
         if self.precision is not None:
             _one_of("precision", self.precision, tuple(_PRECISIONS))
@@ -74,6 +77,10 @@ class Config:
         if self.cuda_graphs and self.debug_nonfinite:
             raise ConfigError(
                 "debug_nonfinite waits for the device in every region, which cuda_graphs rules out; pass one of them"
+            )
+        if self.cuda_graphs and not self.can_replay:
+            raise ConfigError(
+                f"a step with offload={self.offload!r} is not replayed by cuda_graphs; offload the optimizer alone, or leave one out"
             )
         if self.timeout <= 0:
             raise ConfigError(f"timeout is {self.timeout} seconds; it must be positive")
@@ -111,6 +118,16 @@ class Config:
     def loss_chunk_bytes(self) -> int | None:
         """The most that a piece of logits may take; None: no size was given."""
         return None if self.loss_chunk in LOSS_CHUNK else _bytes(self.loss_chunk)
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether steps may be replayed as CUDA graphs: all of their work is the device's, on memory that stays."""
+        return not (self.debug_nonfinite or self.offloading.moves_in_steps)
+
+    @property
+    def offloading(self) -> Offloading:
+        """What is kept in the host's memory."""
+        return Offloading.parse(self.offload)
 
     @property
     def wide_dtype(self) -> torch.dtype | None:

@@ -101,6 +101,10 @@ class OutOfMemoryError(ZCompileError, torch.OutOfMemoryError):
     advice: list[tuple[int, str]]
 
 
+class HostMemoryError(ZCompileError, RuntimeError):
+    """The host has too little memory for what is to be offloaded: says what, how much, and how much there is."""
+
+
 class CheckpointError(ZCompileError, RuntimeError):
     """A checkpoint that cannot be written or read: says on which rank, why, and what is on disk now."""
 

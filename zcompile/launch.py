@@ -145,6 +145,10 @@ def _check_options(options: Mapping[str, Any], settings: Settings) -> None:
             raise ConfigError(
                 f"{name} is decided by the configuration; set its key {_DECIDED[name]}, and leave {name} out"
             )
+    if settings.offload is not None and "offload" in options:
+        raise ConfigError(
+            f"the configuration offloads {settings.offload}, and offload is passed, too; leave one out, or set the devices to 'none'"
+        )
     if settings.policy is not None and ("policy" in options or "pipeline" in options):
         raise ConfigError(
             f"the configuration's sizes ask for the schedule {settings.policy!r}, and policy or pipeline is passed, too; leave one out"
@@ -208,7 +212,11 @@ def _compile_options(model: nn.Module, settings: Settings, options: Mapping[str,
         "timeout": settings.timeout,
         "ignore": (*names_tuple("ignore", options.get("ignore", ())), *_persistent(model, settings)),
     }
-    return decided if settings.policy is None else decided | {"policy": settings.policy}
+    if settings.policy is not None:
+        decided["policy"] = settings.policy
+    if settings.offload is not None:
+        decided["offload"] = settings.offload
+    return decided
 
 
 def _persistent(model: nn.Module, settings: Settings) -> tuple[str, ...]:

@@ -22,12 +22,8 @@ from zcompile.profiling.profile import Profile
 from zcompile.report import DeviceMemory, Report, optimizer_bytes, optimizer_kind, state_bytes
 from zcompile.runtime import norm, state
 from zcompile.runtime.checkpoint.saving import Checkpoints
-from zcompile.runtime.collectives import Collectives
+from zcompile.runtime.ending import end
 from zcompile.runtime.full import broadcast, broadcast_object
-from zcompile.runtime.mesh import Mesh
-from zcompile.runtime.ranks.agreement import Agreement
-from zcompile.runtime.shards import Slot
-from zcompile.runtime.step import StepRunner
 from zcompile.scheduled import Graphs
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded
@@ -270,7 +266,7 @@ class CompiledModule(nn.Module):
         self._checkpoints.settle()
         with contextlib.suppress(RankError):  # after an error ranks need not agree any more
             self._announce("close")  # nothing of another rank is in flight then
-        _end(self._session.runner)
+        end(self._session.runner)
 
     @contextlib.contextmanager
     def unsharded(self, modifier_rank: int | None = 0) -> Iterator[nn.Module]:
@@ -310,6 +306,7 @@ class CompiledModule(nn.Module):
         params, all_params, grads, all_grads = state_bytes(runner.shards)
         mine, total = optimizer_bytes(runner.shards, optimizer)
         buffers, latest = runner.executor.buffers, self._session.latest
+        host = runner.shards.hosting.memory
         return Report(
             world_size=runner.shards.mesh.size,
             stage=self._config.stage,
@@ -327,6 +324,10 @@ class CompiledModule(nn.Module):
             recorded_bytes=0 if runner.tapes is None else runner.tapes.hidden_bytes,
             replays=0 if runner.tapes is None else runner.tapes.replays,
             captures=self._session.num_captures,
+            host_bytes=host.held_bytes,
+            host_peak_bytes=host.peak_bytes,
+            host_limit_bytes=host.limit_bytes,
+            offloaded_bytes=host.values_bytes,
             device=DeviceMemory.of(runner.shards.mesh.device),
             predicted=None if latest is None else self._predicted(latest.graphs, optimizer),
         )
@@ -357,26 +358,10 @@ def unwrap(model: CompiledModule) -> nn.Module:
     runner = model._session.runner
     model._checkpoints.settle()
     model._announce("unwrap")
-    if runner.shards.mesh.is_distributed:
+    if runner.shards.mesh.is_distributed or runner.shards.hosting.parameters:
         put_full(model.original, runner.shards)
-    _end(runner)
+    end(runner)
     return model.original
-
-
-def _end(runner: StepRunner) -> None:
-    """Let go of parameters and of other ranks."""
-    for parameter in runner.shards.parameters:
-        vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
-    if runner.tapes is not None:
-        runner.tapes.close()
-    leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)
-
-
-def leave(collectives: Collectives, agreement: Agreement, mesh: Mesh) -> None:
-    """Give back what joins a model's ranks. Harmless when called twice."""
-    collectives.close()
-    agreement.close()
-    mesh.close()
 
 
 def _is_own_shard(value: Any, parameter: nn.Parameter) -> bool:

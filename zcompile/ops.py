@@ -9,10 +9,13 @@ Operators take lists of tensors (one bucket), an axis name and the axis size; ne
 ``zc.all_gather``   start: shards ``[s0, ...]`` -> pending ``[size * s0, ...]`` (concatenated along dim 0, one coalesced call)
 ``zc.reduce_scatter`` start: ``[size * s0, ...]`` -> pending ``[s0, ...]``, averaged over the axis in ``dtype``
 ``zc.all_reduce``   start: full tensors -> pending tensors of the same shape, averaged over the axis in ``dtype``
+``zc.offload``      start: device values -> pending copies in the host's memory; at its wait their device memory is given up
+``zc.reload``       start: values on the host -> pending copies on the device
 ``zc.wait``         the values of a pending bucket
 ``zc.release``      give gathered buffers back; their values are undefined afterwards
 ==================  ==========================================================================================================
 
+A value on the host has the type that it had on the device; only ``zc.reload`` reads it, or the step returns it as ``offloaded``.
 Two operators are computation, and run inside regions. They take one device's whole tensors:
 
 ``zc.linear_cross_entropy``           the losses and log-sum-exps [T] of ``softmax(hidden @ weight.T + bias)`` at ``labels``, from hidden
@@ -42,6 +45,8 @@ _LIB.define("cast(Tensor[] shards, ScalarType dtype) -> Tensor[]")
 _LIB.define("all_gather(Tensor[] shards, str axis, int size) -> Tensor[]")
 _LIB.define("reduce_scatter(Tensor[] tensors, str axis, int size, ScalarType? dtype=None) -> Tensor[]")
 _LIB.define("all_reduce(Tensor[] tensors, str axis, int size, ScalarType? dtype=None) -> Tensor[]")
+_LIB.define("offload(Tensor[] tensors) -> Tensor[]")
+_LIB.define("reload(Tensor[] tensors) -> Tensor[]")
 _LIB.define("wait(Tensor[] pending) -> Tensor[]")
 _LIB.define("release(Tensor[] tensors) -> ()")
 _LIB.define(
@@ -77,8 +82,12 @@ def _all_reduce_fake(tensors: list[Tensor], axis: str, size: int, dtype: torch.d
     return [t.new_empty(t.shape, dtype=dtype or t.dtype) for t in tensors]
 
 
+def _copy_fake(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.new_empty_strided(t.shape, t.stride()) for t in tensors]
+
+
 def _wait_fake(pending: list[Tensor]) -> list[Tensor]:
-    return [p.new_empty(p.shape) for p in pending]
+    return [p.new_empty_strided(p.shape, p.stride()) for p in pending]
 
 
 def _release_fake(tensors: list[Tensor]) -> None:
@@ -112,6 +121,8 @@ for _name, _fake in {
     "all_gather": _all_gather_fake,
     "reduce_scatter": _reduce_scatter_fake,
     "all_reduce": _all_reduce_fake,
+    "offload": _copy_fake,
+    "reload": _copy_fake,
     "wait": _wait_fake,
     "release": _release_fake,
     "linear_cross_entropy": _linear_cross_entropy_fake,
@@ -125,6 +136,8 @@ cast: Any = torch.ops.zc.cast.default
 all_gather: Any = torch.ops.zc.all_gather.default
 reduce_scatter: Any = torch.ops.zc.reduce_scatter.default
 all_reduce: Any = torch.ops.zc.all_reduce.default
+offload: Any = torch.ops.zc.offload.default
+reload: Any = torch.ops.zc.reload.default
 wait: Any = torch.ops.zc.wait.default
 release: Any = torch.ops.zc.release.default
 linear_cross_entropy: Any = torch.ops.zc.linear_cross_entropy.default
@@ -132,8 +145,10 @@ linear_cross_entropy_backward: Any = torch.ops.zc.linear_cross_entropy_backward.
 
 #: The operators that start a collective; each result must be waited for exactly once.
 COLLECTIVES: frozenset[Any] = frozenset({all_gather, reduce_scatter, all_reduce})
+#: The operators that start a copy between the device and the host; each result must be waited for exactly once.
+TRANSFERS: frozenset[Any] = frozenset({offload, reload})
 #: Every operator that the runtime gives its meaning; the others are computation.
-ALL: frozenset[Any] = COLLECTIVES | {unshard, cast, wait, release}
+ALL: frozenset[Any] = COLLECTIVES | TRANSFERS | {unshard, cast, wait, release}
 
 
 def region_call(name: str, args: list[Any]) -> Any:
@@ -144,6 +159,16 @@ def region_call(name: str, args: list[Any]) -> Any:
 def is_collective(target: Callable[..., Any] | str) -> bool:
     """Whether ``target`` starts a collective."""
     return target in COLLECTIVES
+
+
+def is_transfer(target: Callable[..., Any] | str) -> bool:
+    """Whether ``target`` starts a copy between the device and the host."""
+    return target in TRANSFERS
+
+
+def is_start(target: Callable[..., Any] | str) -> bool:
+    """Whether what ``target`` gives is pending until it is waited for."""
+    return target in COLLECTIVES or target in TRANSFERS
 
 
 def is_zc(target: Callable[..., Any] | str) -> bool:

@@ -79,6 +79,11 @@ def anatomy(session: Session, error: BaseException) -> Anatomy:
     runner = session.runner
     parameters, _, gradients, _ = state_bytes(runner.shards)
     optimizer = sum(optimizer_bytes(runner.shards, o)[0] for o in optimizers_of(runner.shards))
+    hosting = runner.shards.hosting
+    if hosting.parameters:
+        parameters = gradients = 0
+    if hosting.update is not None:
+        optimizer = hosting.update.device_bytes
     buffers = runner.executor.buffers
     gathered = buffers.held_bytes
     device = device_memory(runner.shards.mesh.device)
@@ -151,6 +156,11 @@ def advice(session: Session, now: Anatomy) -> list[tuple[int, str]]:
             )
         if config.stage > 0:
             found.append((states // 2, f"{2 * world} ranks instead of {world}: half the states on each"))
+    if config.offload is None:
+        what = (
+            'offload="optimizer", with zcompile.optim.AdamW: its states on the host, which takes the time of their way'
+        )
+        found.append((now.optimizer, what))
     if config.compute_dtype is None and _mostly_float32(shards):
         found.append(
             ((gathered + now.activations) // 2, 'precision="bf16": half the activations and gathered parameters')

@@ -27,8 +27,8 @@ class Port:
     """What a program reads or returns.
 
     Attributes:
-        kind: ``param``, ``buffer``, ``input``, ``tangent``, ``saved``, ``kept`` for what it reads; ``output``, ``grad``,
-            ``input_grad``, ``mutation``, ``input_mutation``, ``saved``, ``kept`` for what it returns.
+        kind: ``param``, ``buffer``, ``input``, ``tangent``, ``saved``, ``kept``, ``offloaded`` for what it reads; ``output``, ``grad``,
+            ``input_grad``, ``mutation``, ``input_mutation``, ``saved``, ``kept``, ``offloaded`` for what it returns.
         key: a name, or an index for ``input``, ``tangent``, ``output``, ``input_grad`` and ``input_mutation``.
         slot: where the value is.
         shared: for a returned value: whether another returned value, or an input, is the same tensor.
@@ -66,8 +66,29 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """Start copies between the device and the host; they are in ``outputs`` after the ``Wait`` of the same ``ticket``.
+
+    Attributes:
+        op: ``offload`` or ``reload``.
+        inputs: slots of the tensors to copy.
+        outputs: slots of the copies.
+        types: type of each copy.
+        label: for errors and profiles.
+        ticket: shared with collectives.
+    """
+
+    op: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    types: tuple[TensorType, ...]
+    label: str
+    ticket: int
+
+
+@dataclass(frozen=True)
 class Wait:
-    """Have the results of collective ``ticket``, and forget what went in."""
+    """Have the results of collective or transfer ``ticket``, and forget what went in."""
 
     ticket: int
     frees: tuple[int, ...]
@@ -94,7 +115,7 @@ class Release:
     slots: tuple[int, ...]
 
 
-Instruction = Start | Wait | Call | Release
+Instruction = Start | Transfer | Wait | Call | Release
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class Report:
     the buffers for them take. ``saved_bytes`` is what the latest kind of forward leaves for its backward (0 before the first call).
     With ``cuda_graphs``, ``recorded_bytes`` is the memory of recorded steps that the allocator counts as free, and ``replays`` the
     steps that were replayed.
+    ``host_bytes`` is what this rank has in the host's memory (page-locked where the device is a GPU), of which ``offloaded_bytes``
+    are for activations; it is at most ``host_limit_bytes``.
     ``predicted`` holds the same numbers, and every moment of a step, as planning finds them in the graphs that run; None before
     the first call.
     """
@@ -66,6 +68,10 @@ class Report:
     recorded_bytes: int
     replays: int
     captures: int
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
+    host_limit_bytes: int = 0
+    offloaded_bytes: int = 0
     device: DeviceMemory | None = None
     predicted: Memory | None = None
 
@@ -89,6 +95,8 @@ class Report:
             ("gathered held", "gathered_held_bytes"),
         ):
             rows.append(self._row(label, name))
+        if self.host_bytes or (self.predicted is not None and self.predicted.host):
+            rows.append(self._row("on the host", "host_bytes"))
         if self.device is not None:
             peak = None if self.predicted is None else self._predicted_allocation()
             rows.append(_row("allocated peak", self.device.peak_allocated, peak))

@@ -18,12 +18,13 @@ from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten
 from zcompile.config import Config
 from zcompile.errors import ConfigError, RankError, ShardingError, SignatureError, UnfilledError
-from zcompile.ir.graph import Grad, Input
+from zcompile.ir.graph import Grad, Input, Step
 from zcompile.lower.finite import Watch
 from zcompile.passes.memory.chunk_loss import WHOLE, ChunkLoss
 from zcompile.pipeline import Dump, Pipeline
 from zcompile.planner.budget import fit
 from zcompile.planner.memory import Setup
+from zcompile.planner.walk import predict
 from zcompile.program import StepProgram
 from zcompile.runtime.executor import as_written
 from zcompile.runtime.step import StepRunner
@@ -152,6 +153,8 @@ class Session:
                         dump=dump,
                         watch=self._watch(arguments),
                     )
+                if self.config.offload is not None:
+                    self._keep_room(built)
         except RankError:
             raise
         except BaseException as error:
@@ -162,6 +165,8 @@ class Session:
             self._say_what_it_saves(built)
         if call.training and self.runner.shards.mesh.rank == 0:
             self._say_what_is_whole(built)
+        if self.config.offloading.activations is not None and call.training:
+            self._say_what_moves(built)
         return built
 
     def setup(self, optimizer: str = "adamw") -> Setup:
@@ -173,6 +178,8 @@ class Session:
             fused=self.config.backend == "inductor",
             on_host=mesh.device.type == "cpu",
             copies=self.runner.executor.collectives.peers is not None,
+            offloading=self.config.offloading,
+            step=self.runner.shards.hosting.step,
         )
 
     def _fitted(self, captured: Captured) -> Pipeline:
@@ -210,6 +217,22 @@ class Session:
                 reasons = ["there is no cross-entropy of a linear layer"]
             for reason in reasons:
                 say("loss_chunk=%r in %s: %s", self.config.loss_chunk, self.name, reason)
+
+    def _keep_room(self, built: Built) -> None:
+        """Keep room on the host for what a step offloads, before it runs."""
+        step, shards = Step(built.graphs.forward, built.graphs.backward), self.runner.shards
+        memory = shards.hosting.memory
+        wanted = predict(step, tuple(shards.specs.values()), self.setup()).host.get("activations", 0)
+        memory.promise(max(wanted - memory.values_bytes, 0), "activations")
+
+    def _say_what_moves(self, built: Built) -> None:
+        if not built.history["offload"].stats["values offloaded"] and self.runner.shards.mesh.rank == 0:
+            log.warning(
+                "offload=%r moves no activation of %s: none of those that forward saves has memory of its own, is large enough and "
+                "is not needed at once",
+                self.config.offload,
+                self.name,
+            )
 
     def _nearest(self, signature: Signature) -> Signature:
         """The capture that differs least, so that the reason is the interesting one."""

@@ -46,7 +46,7 @@ def unsharded(module: nn.Module, shards: ParameterShards, modifier_rank: int | N
     Raises:
         ShardingError: on exit, if a parameter was added, removed or has another shape.
     """
-    if not shards.mesh.is_distributed:
+    if not shards.mesh.is_distributed and shards.hosting.home == shards.mesh.device:
         yield
         return
     size = shards.mesh.size

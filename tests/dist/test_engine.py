@@ -567,13 +567,12 @@ def test_first_sample(ranks: Pools) -> None:
 
 
 def second_sample() -> str:
-    path = DATA / "ds_stage3_offload.json"
-    with pytest.raises(ConfigError, match=r"zero_optimization.offload_optimizer.device is 'cpu'.*remove the block"):
-        start(str(path))
-    settings = json.loads(path.read_text())
-    del settings["zero_optimization"]["offload_optimizer"]
+    settings = json.loads((DATA / "ds_stage3_offload.json").read_text())
     settings["train_batch_size"] = 2 * MICRO
-    engine, *_ = start(settings, optimizer=lambda p: torch.optim.AdamW(p, lr=LR))
+    with pytest.raises(ConfigError, match="the configuration offloads optimizer, and offload is passed, too"):
+        start(settings, offload="activations")
+    engine, *_ = start(settings, optimizer=lambda p: zcompile.optim.AdamW(p, lr=LR))
+    assert engine.module.report().host_limit_bytes > 0
     assert "NCCL_SOCKET_IFNAME" not in os.environ  # the group was there already
     script(engine, 3)
     assert engine.global_steps == 3 and engine._mesh.timeout == 1800

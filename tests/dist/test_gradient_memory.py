@@ -16,7 +16,7 @@ import zcompile
 from tests.dist.models import CASES, all_rows, net, rows
 from tests.dist.pool import Pools
 from tests.dist.training import LR, adamw, full, this_rank, train, world_size
-from zcompile.runtime import arenas, gradients
+from zcompile.runtime import arenas, gradients, hosting
 
 pytestmark = pytest.mark.dist
 
@@ -24,17 +24,17 @@ pytestmark = pytest.mark.dist
 @contextlib.contextmanager
 def as_if_large(yes: bool = True) -> Iterator[None]:
     """Models that are compiled here have several chunks, which go with their gradients and come with garbage in them."""
-    was = arenas.CHUNK_BYTES, gradients.KEEP_BYTES, gradients.aligned_empty
+    was = arenas.CHUNK_BYTES, gradients.KEEP_BYTES, hosting.aligned_empty
 
     def garbage(*args: Any) -> Tensor:
         return was[2](*args).fill_(float("nan"))
 
     if yes:
-        arenas.CHUNK_BYTES, gradients.KEEP_BYTES, gradients.aligned_empty = 1, 0, garbage
+        arenas.CHUNK_BYTES, gradients.KEEP_BYTES, hosting.aligned_empty = 1, 0, garbage
     try:
         yield
     finally:
-        arenas.CHUNK_BYTES, gradients.KEEP_BYTES, gradients.aligned_empty = was
+        arenas.CHUNK_BYTES, gradients.KEEP_BYTES, hosting.aligned_empty = was
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:

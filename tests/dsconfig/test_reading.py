@@ -90,9 +90,9 @@ def test_types_and_ranges(name: str, value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("zero_optimization.offload_optimizer", {"device": "cpu", "pin_memory": True}),
+        ("zero_optimization.offload_optimizer", {"device": "nvme", "nvme_path": "/somewhere"}),
+        ("zero_optimization.offload_optimizer", {"device": "cpu", "ratio": 0.5}),
         ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/somewhere"}),
-        ("zero_optimization.cpu_offload", True),
         ("zero_optimization.zero_quantized_weights", True),
         ("zero_optimization.zero_hpz_partition_size", 8),
         ("zero_optimization.mics_shard_size", 4),
@@ -120,6 +120,9 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
     [
         ("zero_optimization.offload_optimizer", {"device": "none", "pin_memory": True}),
         ("zero_optimization.offload_param", None),
+        ("zero_optimization.offload_optimizer", {"device": "cpu", "pin_memory": True}),
+        ("zero_optimization.offload_param", {"device": "CPU"}),
+        ("zero_optimization.cpu_offload", True),
         ("amp", {"enabled": False, "opt_level": "O1"}),
         ("curriculum_learning", {}),
         ("zero_optimization.zero_hpz_partition_size", 1),

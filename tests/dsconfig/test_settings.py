@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -295,15 +294,30 @@ def test_first_sample() -> None:
 
 def test_second_sample() -> None:
     path = DATA / "ds_stage3_offload.json"
-    with pytest.raises(ConfigError) as error:
-        resolve(path, Facts(world_size=2))
-    assert str(error.value) == (
-        "zero_optimization.offload_optimizer.device is 'cpu', which is not supported here: offloading is not supported yet; "
-        "remove the block, or set its device to 'none'"
-    )
-    config = json.loads(path.read_text())
-    del config["zero_optimization"]["offload_optimizer"]
-    found = resolve(config, Facts(world_size=2))
+    found = resolve(path, Facts(world_size=2))
     assert (found.batch.train, found.batch.micro, found.batch.accumulation) == (4096, 2048, 1)
     assert (found.stage, found.precision, found.reduce_dtype, found.gradient_clipping) == (3, "fp16", "fp16", 1.0)
     assert (found.timeout, found.interface) == (1800.0, "eth0")
+    assert found.offload == "optimizer"
+    assert ["zero_optimization.offload_optimizer.device", "cpu", "config"] in [
+        line.split() for line in str(found).splitlines()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "offload"),
+    [
+        (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "optimizer+parameters"),
+        (3, {"offload_param": {"device": "cpu"}}, "parameters"),
+        (2, {"offload_param": {"device": "cpu"}}, None),
+        (1, {"cpu_offload": True}, "optimizer"),
+        (0, {"offload_optimizer": {"device": "cpu"}}, None),
+        (3, {"cpu_offload_param": True, "offload_optimizer": {"device": "none"}}, "parameters"),
+        (3, {"offload_optimizer": {"device": "none"}}, None),
+    ],
+)
+def test_offloading(stage: int, zero: dict[str, Any], offload: str | None) -> None:
+    found = resolve({"train_batch_size": 2, "zero_optimization": {"stage": stage, **zero}}, Facts(world_size=2))
+    assert found.offload == offload
+    if offload is None and stage < 3 and zero:
+        assert any(name.startswith("zero_optimization.") for name in found.moot)

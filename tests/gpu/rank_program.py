@@ -1,8 +1,9 @@
 """What the ranks of the GPU tests run: ``rank_program.py DEVICE BACKEND JOB...``. Rank 0 prints a line of JSON for each job.
 
-Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``fp16:STAGE``, with loss scaling; ``memory:STAGE``; ``raises``;
-``killed``; ``asking``, a model that cannot be replayed; ``profile``. ``stage``, ``raises``, ``killed`` and ``profile`` take
-``:peers``, for buckets of every size by the copy engines, ``:graphs``, for steps that are replayed, or ``:peers+graphs``.
+Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``fp16:STAGE``, with loss scaling; ``memory:STAGE``;
+``offload:STAGE:WHAT`` and ``memory:STAGE:WHAT``, with that on the host; ``raises``; ``killed``; ``asking``, a model that cannot be
+replayed; ``profile``. ``stage``, ``raises``, ``killed`` and ``profile`` take ``:peers``, for buckets of every size by the copy
+engines, ``:graphs``, for steps that are replayed, or ``:peers+graphs``.
 """
 
 from __future__ import annotations
@@ -140,6 +141,23 @@ def stage(device: torch.device, backend: str, number: str, precision: str, way: 
     }
 
 
+def offload(device: torch.device, backend: str, number: str, what: str) -> dict[str, Any]:
+    """The same training with something on the host."""
+    model, optimizer = compiled(SMALL, device, backend, int(number), None, offload=what)
+    losses = train(model, optimizer, model.clip_grad_norm_, SMALL, range(RANK, RANK + 1), device)
+    report = model.report(optimizer)
+    assert report.predicted is not None
+    states = [t for entry in optimizer.state.values() for key, t in entry.items() if key != "step"]
+    zcompile.unwrap(model)
+    return {
+        "losses": mean(losses, device),
+        "gathered_live_bytes": report.gathered_live_bytes,
+        "host_bytes": report.host_bytes,
+        "predicted_host_bytes": report.predicted.host_bytes,
+        "states_on": sorted({local(t).device.type for t in states}),
+    }
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -181,10 +199,10 @@ def fp16(device: torch.device, backend: str, number: str) -> dict[str, Any]:
     }
 
 
-def memory(device: torch.device, backend: str, number: str) -> dict[str, Any]:
+def memory(device: torch.device, backend: str, number: str, what: str | None = None) -> dict[str, Any]:
     """What a larger model holds and takes at most, after two steps; interpreted, to be quick."""
     gc.collect()  # models of other jobs are parts of cycles
-    model, optimizer = compiled(LARGE, device, "eager", int(number), None)
+    model, optimizer = compiled(LARGE, device, "eager", int(number), None, offload=what)
     train(model, optimizer, model.clip_grad_norm_, LARGE, range(RANK, RANK + 1), device, steps=2)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -341,6 +359,7 @@ def run_job(job: str, device: torch.device, backend: str) -> dict[str, Any]:
         "memory": memory,
         "asking": asks,
         "profile": profiles,
+        "offload": offload,
     }
     if name in ("raises", "killed"):
         return fails(device, backend, name, *options)

@@ -211,7 +211,7 @@ HEAD = "graph m.forward\n  inputs:\n    %x: f32[2, 2] = input 0\n  body:\n"
         ),
         (
             "graph m.forward\ninputs:\n%x: f32[2] = output 0",
-            "line 3: found 'output'; expected param, buffer, input, tangent, saved or kept",
+            "line 3: found 'output'; expected param, buffer, input, tangent, saved, kept or offloaded",
         ),
         (HEAD, "line 4: the text ends after this line; expected a 'return' line"),
         (
@@ -233,7 +233,7 @@ HEAD = "graph m.forward\n  inputs:\n    %x: f32[2, 2] = input 0\n  body:\n"
         ),
         (
             HEAD + "%y: bucket = aten.neg(%x)",
-            "line 5: aten.neg does not start a collective; expected the type of a tensor",
+            "line 5: aten.neg starts nothing that is waited for; expected the type of a tensor",
         ),
         (
             HEAD + "aten.neg(%x)",
@@ -246,7 +246,7 @@ HEAD = "graph m.forward\n  inputs:\n    %x: f32[2, 2] = input 0\n  body:\n"
         (HEAD + "%y: f32[2] = 'neg", 'line 5: unexpected "\'neg"; expected a value, name, number or string'),
         (
             HEAD + "return param 'x' %x",
-            "line 5: found 'param'; expected output, grad, mutation, input_grad, input_mutation, saved or kept",
+            "line 5: found 'param'; expected output, grad, mutation, input_grad, input_mutation, saved, kept or offloaded",
         ),
         (HEAD + "return output 0 %x\nzc.release([%x])", "line 6: a line after 'return'; expected the end of the graph"),
     ],

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zcompile.ir import meta
-from zcompile.ir.graph import Grad, Graph, Kept, Param, Saved, Step
+from zcompile.ir.graph import Grad, Graph, Kept, Offloaded, Param, Saved, Step
 from zcompile.ir.text import describe
 from zcompile.lower.interpret import average, lockstep_step, unshard
 from zcompile.placement import ParamSpec
@@ -56,7 +56,7 @@ class _Source:
         results = lockstep_step(step, inputs)
         shown: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
         for _, role in (pair for g in step.graphs for pair in g.outputs):
-            if isinstance(role, (Saved, Kept)):
+            if isinstance(role, (Saved, Kept, Offloaded)):
                 continue
             values = [r[describe(role)] for r in results]
             if isinstance(role, Grad):

@@ -14,7 +14,7 @@ from zcompile import compat, passes
 from zcompile.errors import PlanError
 from zcompile.planner.hardware import Hardware, hardware
 from zcompile.planner.issue import Costs, step_jobs
-from zcompile.planner.simulate import Timeline, simulate
+from zcompile.planner.simulate import REPLAY_SHARE, Timeline, simulate
 from zcompile.planner.trace import trace
 
 H200 = hardware("h200")
@@ -108,32 +108,60 @@ def test_a_step_that_is_not_outlined_is_refused() -> None:
         simulate(steps.step("stage3"), H200, 2)
 
 
+# Replayed steps. ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_the_host_holds_up_is_replayed() -> None:
+    step = traced().at(world_size=2).step
+    fast, slow = (
+        dataclasses.replace(H200, host=dataclasses.replace(H200.host, kernel_us=us, region_us=us, collective_us=us))
+        for us in (0.0, 200.0)
+    )
+    issued, replayed = (simulate(step, slow, 2, cuda_graphs=graphs) for graphs in (False, None))
+    assert (issued.replayed, replayed.replayed) == (False, True)
+    assert issued.step_us == issued.bounds.host_us
+    update = slow.host.step_us
+    assert replayed.bounds.host_us - update == pytest.approx(REPLAY_SHARE * (issued.bounds.host_us - update))
+    assert replayed.bounds.compute_us == issued.bounds.compute_us <= replayed.step_us < issued.step_us
+    assert not simulate(step, fast, 2).replayed and simulate(step, fast, 2, cuda_graphs=True).replayed
+    blocking = dataclasses.replace(slow, host=dataclasses.replace(slow.host, blocks=True))
+    assert not simulate(step, blocking, 2).replayed, "the device is the host"
+
+
 # Measured steps. ------------------------------------------------------------------------------------------------------
 
 #: forward and backward, and the whole step, in ms on two H200 (BENCHMARKS.md, "Speed", zcompile stage 3), when losses were
 #: computed whole and the backward of ``nll_loss`` scattered into zeros as large as the logits
-MEASURED = {"0.19B": (33.8, 34.4), "1.1B": (55.0, 58.7), "8B": (375.4, 402.1)}
+MEASURED = {
+    ("0.19B", False): (33.8, 34.4),
+    ("0.19B", None): (19.1, 19.7),  # replayed
+    ("1.1B", None): (55.0, 58.7),
+    ("8B", None): (375.4, 402.1),
+}
 
 
 @cache
-def predicted_ms(name: str, layers: int) -> tuple[float, float]:
+def predicted_ms(name: str, layers: int, cuda_graphs: bool | None) -> tuple[float, float]:
     size = dataclasses.replace(SIZES[name], layers=layers)
     with torch.device("meta"):
         model = Llama(size)
         tokens = torch.empty(size.micro_batch, size.seq, dtype=torch.int64)
     options = {"precision": "bf16", "verify": "off", "loss_chunk": "none"}
-    line = simulate(trace(model, (tokens, tokens), world_size=2, **options).step, H200, 2)
+    line = simulate(trace(model, (tokens, tokens), world_size=2, **options).step, H200, 2, cuda_graphs=cuda_graphs)
+    assert line.replayed == (name == "0.19B" and cuda_graphs is None)
     return (line.forward_us + line.backward_us) / 1000, line.step_us / 1000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MEASURED)
-def test_measured_steps_are_predicted_within_15_percent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "cuda_graphs"), MEASURED)
+def test_measured_steps_are_predicted_within_15_percent(
+    name: str, cuda_graphs: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers are alike, so that two and four of them tell what all of them take."""
     op, table = torch.ops.aten.nll_loss_backward.default, compat.decompositions()
     with_scatter = table | {op: get_decompositions([op])[op]}
     monkeypatch.setattr(compat, "decompositions", lambda: with_scatter)
-    few, more = predicted_ms(name, 2), predicted_ms(name, 4)
+    few, more = (predicted_ms(name, layers, cuda_graphs) for layers in (2, 4))
     rest = (SIZES[name].layers - 4) / 2
-    for a, b, measured in zip(few, more, MEASURED[name], strict=True):
+    for a, b, measured in zip(few, more, MEASURED[name, cuda_graphs], strict=True):
         assert b + (b - a) * rest == pytest.approx(measured, rel=0.15)

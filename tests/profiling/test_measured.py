@@ -14,6 +14,7 @@ from zcompile.profiling.measured import (
     HOST,
     OPTIMIZER,
     OTHER,
+    TRANSFERS,
     MeasuredStep,
     measured,
 )
@@ -61,6 +62,7 @@ def test_a_wait_is_exposed_until_the_collective_ends() -> None:
     assert step.shares == {
         COMPUTATION: 94 + 99,
         COPIES: 12,
+        TRANSFERS: 0,
         EXPOSED: 88,  # the second was there long before it was waited for
         OPTIMIZER: 0,
         OTHER: 10 + 1,
@@ -70,6 +72,16 @@ def test_a_wait_is_exposed_until_the_collective_ends() -> None:
     group, lane = step.collectives()
     assert (group.stream, group.start_us, group.end_us, group.bytes) == ("group", 10, 100, 64)
     assert (lane.stream, lane.start_us, lane.end_us) == ("gathers", 12, 130)
+
+
+def test_a_wait_for_copies_from_the_host_is_no_communication() -> None:
+    pieces = [
+        Piece("in", "reload", "reload 'x'", mark(1000), mark(1001), 0, 8),
+        Piece("w", "wait", "reload 'x'", mark(1001), mark(1041), 0),
+    ]
+    step = account(run(mark(1000), mark(1041), pieces, {0: Flight("in", mark(1001), mark(1041))}), end=mark(1041))
+    assert step.shares[TRANSFERS] == 40 and step.shares[EXPOSED] == 0
+    assert [(s.stream, s.kind, s.us) for s in step.collectives()] == [("reloads", "reload", 40)]
 
 
 def test_collectives_of_a_stream_follow_each_other() -> None:

@@ -132,7 +132,10 @@ def test_names_of_plans_and_programs_are_the_same() -> None:
             assert name in nodes and (type(ins).__name__ == "Call") == ("region_call" in str(nodes[name].target))
 
 
-@pytest.mark.parametrize("options", [{"recompute": "full"}, {"precision": "bf16", "debug_nonfinite": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "full"}, {"precision": "bf16", "debug_nonfinite": True}, {"offload": "activations{mib=0}"}],
+)
 def test_options_of_compile(options: dict[str, Any]) -> None:
     """Whatever is computed again or checked, every instruction is there, and every region has a time of its own."""
     case = CASES["deep"]
@@ -144,7 +147,9 @@ def test_options_of_compile(options: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     latest = model._session.latest
-    found = [s.name for s in profile.steps[0].spans if s.phase in ("forward", "backward") and s.kind != "gap"]
+    spans = [s for s in profile.steps[0].spans if s.phase in ("forward", "backward") and s.kind != "gap"]
+    found = [s.name for s in spans if s.stream == "compute"]
     assert found == [*latest.program.forward.program.nodes, *latest.program.backward.program.nodes]
+    assert {s.stream for s in spans} - {"compute"} == ({"offloads", "reloads"} if "offload" in options else set())
     distinct = {region_key(r) for g in (latest.graphs.forward, latest.graphs.backward) for r in g.regions.values()}
     assert set(profile.region_times()) == distinct

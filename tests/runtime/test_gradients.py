@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.runtime.models import Odd, full_gradients, reduced, set_gradients, shard
-from zcompile.runtime import gradients
+from zcompile.runtime import gradients, hosting
 from zcompile.runtime.arenas import aligned_empty
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.norm import clip_grad_norm_
@@ -324,7 +324,7 @@ def test_nothing_reads_memory_that_no_gradient_was_written_to(
     def garbage(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return aligned_empty(numel, dtype, device).fill_(float("nan"))
 
-    monkeypatch.setattr(gradients, "aligned_empty", garbage)
+    monkeypatch.setattr(hosting, "aligned_empty", garbage)
     model, shards = made(mesh)
     torch.manual_seed(0)
     plain = Odd()

@@ -1,7 +1,7 @@
 """The steps that the verifier's tests break: one small model before and after the ZeRO passes.
 
 Three units and a frozen one; ``a.c`` is replicated, ``c.w`` has padding rows, dropout runs in forward.
-``kept`` is ``outlined`` with the last unit kept for backward.
+``kept`` is ``outlined`` with the last unit kept for backward, ``offloaded`` is ``kept`` with activations on the host.
 """
 
 from pathlib import Path
@@ -38,6 +38,9 @@ FACTS: dict[str, dict[Fact, dict[str, Any]]] = {
     "stage3": _facts(3) | _PLANNED,
     "outlined": _facts(3) | _SCHEDULED,
     "kept": _facts(3) | _SCHEDULED | {Fact.KEEP_BOUNDED: {"units": 1, "mib": None}},
+    "offloaded": _facts(3)
+    | _SCHEDULED
+    | {Fact.KEEP_BOUNDED: {"units": 1, "mib": None}, Fact.OFFLOAD_BOUNDED: {"mib": 0, "lookahead": 1}},
 }
 
 

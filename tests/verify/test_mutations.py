@@ -63,6 +63,15 @@ def gather_after_first_use(s: Step) -> None:
         node(g, "r2").append(node(g, name))
 
 
+def reload_after_its_use(s: Step) -> None:
+    assert s.backward is not None
+    g = s.backward.fx
+    anchor = node(g, "gbw")
+    for n in (node(g, "d_reload"), next(iter(node(g, "d_reload").users)), node(g, "d_back")):
+        anchor.append(n)
+        anchor = n
+
+
 def two_nodes_of_one_name(s: Step) -> None:
     node(s.forward.fx, "r2").name = "m2"
 
@@ -172,6 +181,11 @@ EDITS: list[tuple[str, Callable[[Step], None], str]] = [
     ("stage3", read_an_attribute, "%constant in mlp.forward is a get_attr; a graph holds calls of operators only"),
     ("stage3", pick_a_result_that_is_not_there, "%bw_gathered in mlp.forward picks result 1 of %wait_1, which has 1"),
     ("stage3", forget_what_an_input_is, "%x in mlp.forward is an input that does not say what it is"),
+    (
+        "offloaded",
+        reload_after_its_use,
+        "%backward_1 in mlp.backward reads %d_back, which comes later or is not in the graph",
+    ),
     ("stage3", one_input_twice, "%x in mlp.forward is buffer 'seen', and so is %seen; each input comes once"),
     ("stage3", forget_a_role, "%output in mlp.forward returns 8 values with 7 roles"),
     ("stage3", return_a_constant, "%output in mlp.forward returns something other than a list of nodes"),

@@ -10,7 +10,7 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.analysis.flow import Flow, Result, num_results
-from zcompile.ir import meta
+from zcompile.ir import calls, meta
 from zcompile.ir.graph import Graph, Region
 
 
@@ -22,7 +22,7 @@ class Reads(Flow[int]):
     Args:
         graph: the nodes.
         regions: the regions that ``graph`` calls.
-        through_waits: whether to look through collectives, down to the graph inputs; else each result of a ``zc.wait`` is a leaf too.
+        through_waits: whether to look through collectives, down to the graph inputs; else each result of a collective is a leaf too.
     """
 
     def __init__(self, graph: fx.Graph, regions: Mapping[str, Region], *, through_waits: bool) -> None:
@@ -68,11 +68,11 @@ class Reads(Flow[int]):
 
     def operator(self, node: fx.Node) -> list[int]:
         count = num_results(node)
-        if node.target is ops.wait and not self._through_waits:
+        if node.target is ops.wait and not self._through_waits and not ops.is_transfer(calls.source(node).target):
             return [self.leaf(Result(node, index)) for index in range(count)]
         if node.target is ops.wait:
             return self.results(node.all_input_nodes[0])
-        if ops.is_collective(node.target) or node.target is ops.cast:
+        if ops.is_start(node.target) or node.target is ops.cast:
             tensors: Any = node.args[0]
             return [self.of(t) for t in tensors]
         return [self.join([self.of(source) for source in node.all_input_nodes])] * count
@@ -103,8 +103,13 @@ class Copies(Flow[Result | None]):
     def operator(self, node: fx.Node) -> list[Result | None]:
         count = num_results(node)
         if node.target is ops.wait:
-            return [Result(node, index) for index in range(count)]
-        if node.target is ops.cast:
+            started = calls.source(node)
+            return (
+                self.results(started)
+                if ops.is_transfer(started.target)
+                else [Result(node, index) for index in range(count)]
+            )
+        if node.target is ops.cast or ops.is_transfer(node.target):
             tensors: Any = node.args[0]
             return [self.of(t) for t in tensors]
         sources = node.all_input_nodes

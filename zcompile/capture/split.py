@@ -30,6 +30,7 @@ from zcompile.ir.graph import (
 from zcompile.ir.operators import is_random
 
 #: what the partitioner calls the random states that backward reads
+_ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _STATE = "rng_state_output"
 
 
@@ -85,10 +86,14 @@ def _adopt(
         role = roles[index] if index < len(roles) else Saved(value.name)
         if isinstance(role, Saved) and isinstance(origins.get(value.name), Param):
             continue
+        if isinstance(role, Saved):
+            value = _unaliased(value)
         if isinstance(role, Saved) and meta.origin(_owner(value)) in written:
             value = _clone(result.fx, value)  # the old value is saved, and the call goes on to write the new one
         kept.append((value, role))
     result.set_outputs(kept)
+    for alias in [n for n in reversed(result.body) if n.target in _ALIASES and not n.users]:
+        result.fx.erase_node(alias)
     for node in result.body:
         meta.clear_recompute(node)
         if meta.value(node) is None and compat.is_higher_order(node.target):
@@ -100,6 +105,13 @@ def _adopt(
         if not node.users and direction is Direction.FORWARD and node.name not in unread:
             result.fx.erase_node(node)
     return result
+
+
+def _unaliased(value: fx.Node) -> fx.Node:
+    """What a value is an alias of: an alias is made where attention's backward wants it, and would hold the value until then."""
+    while value.target in _ALIASES:
+        value = calls.source(value)
+    return value
 
 
 def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:

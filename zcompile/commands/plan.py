@@ -9,6 +9,7 @@ from typing import Any
 
 from zcompile.config import RECOMPUTE, Config, dtype_name
 from zcompile.errors import PlanError
+from zcompile.offloading import Offloading
 from zcompile.planner.hardware import hardware, known_hardware
 from zcompile.planner.models import BUILT_IN, load_model
 from zcompile.planner.request import Request
@@ -27,13 +28,18 @@ def add(commands: Any) -> None:
     parser.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default: 3)")
     parser.add_argument("--policy", default="prefetch", metavar="SPEC", help="schedule passes (default: prefetch)")
     parser.add_argument(
+        "--offload",
+        metavar="WHAT",
+        help="activations, optimizer, parameters, or several joined by + (default: nothing)",
+    )
+    parser.add_argument(
         "--recompute", choices=RECOMPUTE, help="what is computed again in backward (default: nothing dear)"
     )
     parser.add_argument(
         "--loss-chunk",
-        default="auto",
+        default="none",
         metavar="SIZE",
-        help="auto, none, or the most that a piece of logits takes: 64MiB (default: auto)",
+        help="auto, none, or the most that a piece of logits takes: 64MiB (default: none)",
     )
     parser.add_argument(
         "--hardware", default="h200", help=f"{', '.join(known_hardware())}, or a JSON file (default: h200)"
@@ -88,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
         policy=options.policy,
         recompute=options.recompute,
         loss_chunk=options.loss_chunk,
+        offload=str(Offloading.parse(options.offload)) or None,
         verify="fast",
     )
     model = load_model(options.model, options.micro_batch, options.seq)

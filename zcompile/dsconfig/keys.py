@@ -6,7 +6,7 @@ Sources: DeepSpeed's documentation of its configuration, and the defaults of its
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -34,6 +34,7 @@ class Key:
         moot: why it makes no difference here; said once when it is given.
         refuse: what to do instead; every value but the default is an error. With ``{}`` as the default, so is a dictionary that
             turns its feature on.
+        refused: the values that are errors; empty: all but the default.
         when: the ZeRO stages in which the key matters; in others it is said to make no difference.
         endless: ``null`` and infinity are values, too, and both are read as None.
     """
@@ -46,6 +47,7 @@ class Key:
     choices: tuple[Any, ...] = ()
     moot: str = ""
     refuse: str = ""
+    refused: tuple[Any, ...] = ()
     when: tuple[int, ...] = (0, 1, 2, 3)
     endless: bool = False
 
@@ -54,7 +56,7 @@ _LEAVE_OUT = "leave it out"
 _NOT_YET = "it is not supported yet; remove the block"
 _FLAT = "gradients always lie in flat memory"
 _ALWAYS = "collectives are always all-gathers, reduce-scatters and all-reduces"
-_OFFLOAD_ONLY = "it tunes offloading"
+_OFFLOAD_ONLY = "it tunes DeepSpeed's own offloading"
 _ORDER = "the captured graph knows the order of parameters"
 _LOGS = "nothing is logged elsewhere; use your own logger on what the engine returns"
 _RECOMPUTE = "it configures DeepSpeed's own checkpoint function; torch.utils.checkpoint in the model is honoured"
@@ -71,6 +73,10 @@ def _feature(names: str, instead: str = _NOT_YET) -> dict[str, Key]:
 
 def _section(name: str, keys: dict[str, Key]) -> dict[str, Key]:
     return {f"{name}.{key}": value for key, value in keys.items()}
+
+
+def _in_stages(stages: tuple[int, ...], keys: dict[str, Key]) -> dict[str, Key]:
+    return {name: replace(key, when=stages) for name, key in keys.items()}
 
 
 _BATCH = {
@@ -159,10 +165,13 @@ _OFFLOAD = {
         str,
         "none",
         choices=("none", "cpu", "nvme"),
-        refuse="offloading is not supported yet; remove the block, or set its device to 'none'",
+        refuse="nothing is offloaded to disks; set it to 'cpu', or to 'none'",
+        refused=("nvme",),
     ),
-    **_moot(bool, None, _OFFLOAD_ONLY, "pin_memory pipeline pipeline_read pipeline_write fast_init super_offload"),
-    **_moot(float, None, _OFFLOAD_ONLY, "ratio cpuadam_cores_perc"),
+    **_moot(bool, None, "memory of the host is page-locked always", "pin_memory"),
+    **_moot(bool, None, _OFFLOAD_ONLY, "pipeline pipeline_read pipeline_write fast_init super_offload"),
+    "ratio": Key(float, 1.0, low=0, refuse="all states are offloaded or none; leave it out"),
+    **_moot(float, None, _OFFLOAD_ONLY, "cpuadam_cores_perc"),
     **_moot(int, None, _OFFLOAD_ONLY, "buffer_count buffer_size max_in_cpu"),
     "nvme_path": Key(str, None, moot=_OFFLOAD_ONLY),
 }
@@ -206,10 +215,10 @@ _ZERO = _section(
         },
         "zeropp_loco_param": Key(dict, None, refuse=_NOT_YET),
         "zenflow": Key(dict, None, refuse=_NOT_YET),
-        "cpu_offload": Key(bool, False, refuse="offloading is not supported yet; pass false"),
-        "cpu_offload_param": Key(bool, False, refuse="offloading is not supported yet; pass false"),
-        **_section("offload_optimizer", _OFFLOAD),
-        **_section("offload_param", _OFFLOAD),
+        "cpu_offload": Key(bool, False, when=(1, 2, 3)),
+        "cpu_offload_param": Key(bool, False, when=(3,)),
+        **_section("offload_optimizer", _in_stages((1, 2, 3), _OFFLOAD)),
+        **_section("offload_param", _in_stages((3,), _OFFLOAD)),
     },
 )
 
@@ -331,3 +340,14 @@ def _parents(key: str) -> Iterator[str]:
     while "." in key:
         key = key.rpartition(".")[0]
         yield key
+
+
+#: what each key offloads, by the sections and by the old keys that meant the same
+OFFLOADS = {
+    f"zero_optimization.{name}": kind
+    for kind, names in {
+        "optimizer": ("offload_optimizer.device", "cpu_offload"),
+        "parameters": ("offload_param.device", "cpu_offload_param"),
+    }.items()
+    for name in names
+}

@@ -128,7 +128,8 @@ def _checked(name: str, value: Any, key: Key) -> Any:
     ):
         if bound is not None and is_broken(value, bound):
             raise ConfigError(f"{name} is {value}; it must be {words} {bound:g}")
-    if key.refuse and value != key.default and not _is_off(value):
+    is_refused = value in key.refused if key.refused else value != key.default and not _is_off(value)
+    if key.refuse and is_refused:
         raise ConfigError(f"{name} is {value!r}, which is not supported here: {key.refuse}")
     return value
 

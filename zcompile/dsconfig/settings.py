@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zcompile.dsconfig.keys import KEYS
+from zcompile.dsconfig.keys import KEYS, OFFLOADS
 from zcompile.dsconfig.reading import Given, read
 from zcompile.errors import ConfigError
 
@@ -76,6 +76,7 @@ class Settings:
         reduce_dtype: dtype of gradient reductions; None: as ``compile`` has it.
         accumulate_dtype: ``fp32`` adds narrower gradients up in it; None: their own dtype.
         policy: schedule passes; None: ``compile``'s own.
+        offload: what is kept in the host's memory, as ``compile`` takes it; None: nothing.
         persistent_elements: parameters up to so many elements are not sharded; None: as ``compile`` has it.
         persistent_elements_total: all of those together hold at most so many.
         scaling: of the loss, under fp16.
@@ -101,6 +102,7 @@ class Settings:
     reduce_dtype: str | None
     accumulate_dtype: str | None
     policy: str | None
+    offload: str | None
     persistent_elements: int | None
     persistent_elements_total: int | None
     scaling: Scaling | None
@@ -202,6 +204,7 @@ class _Resolver:
         predivide = float(batch.world if self.take("prescale_gradients") else self.take("gradient_predivide_factor"))
         compute = precision or facts.dtype
         policy = self.policy(stage, compute, reduce_dtype or compute)
+        offload = self.offload(stage)
         zero = "zero_optimization."
         hidden = facts.hidden_size
         persistent = total = None
@@ -215,6 +218,7 @@ class _Resolver:
             reduce_dtype=reduce_dtype,
             accumulate_dtype=accumulate_dtype if batch.accumulation > 1 else None,
             policy=policy,
+            offload=offload,
             persistent_elements=persistent,
             persistent_elements_total=total,
             scaling=scaling,
@@ -340,6 +344,15 @@ class _Resolver:
         policy = ",".join(filter(None, [keep, bucket, f"prefetch{{lookahead={ahead}}}"]))
         self.show("schedule", policy, "derived")
         return policy
+
+    def offload(self, stage: int) -> str | None:
+        """What goes to the host, by the sections or by the old keys that meant the same."""
+        kinds: dict[str, None] = {}
+        for name, kind in OFFLOADS.items():
+            if self.given.get(name) in ("cpu", True) and stage in KEYS[name].when:
+                self.take(name)
+                kinds[kind] = None
+        return "+".join(kinds) or None
 
     def component(self, name: str) -> Component | None:
         """The optimizer or scheduler that is named."""

@@ -79,7 +79,14 @@ class Kept:
     name: str
 
 
-Origin = Param | Buffer | Input | Tangent | Saved | Kept
+@dataclass(frozen=True)
+class Offloaded:
+    """A saved value that is on the host from forward to backward; an output of forward, an input of backward."""
+
+    name: str
+
+
+Origin = Param | Buffer | Input | Tangent | Saved | Kept | Offloaded
 
 
 # What an output is. ---------------------------------------------------------------------------------------------------
@@ -120,7 +127,7 @@ class InputMutation:
     index: int
 
 
-Role = Output | Grad | InputGrad | Mutation | InputMutation | Saved | Kept
+Role = Output | Grad | InputGrad | Mutation | InputMutation | Saved | Kept | Offloaded
 
 
 @dataclass

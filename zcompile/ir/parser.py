@@ -113,7 +113,7 @@ class _Call:
 
     def has_results(self, names: list[str | None], types: list[Any]) -> bool:
         """Whether the names on the line are those of the results, not of the node itself."""
-        if len(names) != 1 or ops.is_collective(self.target):
+        if len(names) != 1 or ops.is_start(self.target):
             return len(names) > 1
         if names[0] is not None and isinstance(types[0], (list, tuple)):
             return False
@@ -252,7 +252,7 @@ class _GraphParser:
             meta.set_origin(node, origin)
 
     def _origin(self, s: Scanner) -> Origin | None:
-        kind = self._kind(s, "param, buffer, input, tangent, saved or kept", barred=_ROLES_ONLY)
+        kind = self._kind(s, "param, buffer, input, tangent, saved, kept or offloaded", barred=_ROLES_ONLY)
         if kind is None:
             return None
         if kind is not Param:
@@ -270,7 +270,7 @@ class _GraphParser:
         return Param(name, shape, placement, shard_dim, unit, not s.accept("frozen"))
 
     def _output(self, s: Scanner) -> tuple[Any, Role | None]:
-        expected = "output, grad, mutation, input_grad, input_mutation, saved or kept"
+        expected = "output, grad, mutation, input_grad, input_mutation, saved, kept or offloaded"
         kind = self._kind(s, expected, barred=_ORIGINS_ONLY)
         role = None if kind is None else kind(self._key(s, kind))
         return s.literal(), role
@@ -366,8 +366,8 @@ class _GraphParser:
             s.fail(f"the result of {call.base_name} has no name", "%name: type = ... (or _ for a result not used)")
         name = names[0] if names and names[0] is not None else nodes.free_name(call.base_name)
         val = types[0] if types else None
-        if val is Bucket and not ops.is_collective(call.target):
-            s.fail(f"{operator_name(call.target)} does not start a collective", "the type of a tensor")
+        if val is Bucket and not ops.is_start(call.target):
+            s.fail(f"{operator_name(call.target)} starts nothing that is waited for", "the type of a tensor")
         return [nodes.add(call, name, self._infer(s, call) if val is _MISSING or val is Bucket else val)]
 
     def _results(self, s: Scanner, call: _Call, types: list[Any]) -> Any:

@@ -19,6 +19,7 @@ from zcompile.ir.graph import (
     InputMutation,
     Kept,
     Mutation,
+    Offloaded,
     Origin,
     Output,
     Param,
@@ -39,6 +40,7 @@ WORDS: dict[type[Any], str] = {
     Tangent: "tangent",
     Saved: "saved",
     Kept: "kept",
+    Offloaded: "offloaded",
     Output: "output",
     Grad: "grad",
     InputGrad: "input_grad",
@@ -147,7 +149,7 @@ def _results_after(nodes: Sequence[fx.Node], position: int) -> list[fx.Node]:
     """The ``getitem`` nodes right after a node, when its line can name them instead of the node itself."""
     node = nodes[position]
     val = meta.value(node)
-    if not isinstance(val, (list, tuple)) or not val or ops.is_collective(node.target):
+    if not isinstance(val, (list, tuple)) or not val or ops.is_start(node.target):
         return []
     is_list = node.target is ops.region_call or returns_list(node.target)
     if len(val) == 1 and (not is_list or isinstance(val[0], (list, tuple))):
@@ -170,7 +172,7 @@ def _targets(node: fx.Node, results: list[fx.Node], device: str) -> str:
         return ", ".join(_target(by_index.get(i), v, node, device) for i, v in enumerate(val)) + " = "
     if val is None and not node.users and returns_nothing(node.target):
         return ""
-    shown = "bucket" if ops.is_collective(node.target) else type_text(val, device)
+    shown = "bucket" if ops.is_start(node.target) else type_text(val, device)
     return f"%{node.name}: {shown} = "
 
 

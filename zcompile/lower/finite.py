@@ -22,6 +22,7 @@ from zcompile.ir.graph import (
     Input,
     InputGrad,
     Kept,
+    Offloaded,
     Origin,
     Output,
     Param,
@@ -258,7 +259,7 @@ class _Site:
             return f"buffer '{origin.name}'"
         if isinstance(origin, Tangent):
             return f"the gradient that arrives at output {origin.index}"
-        if isinstance(origin, Saved):
+        if isinstance(origin, (Saved, Offloaded)):
             return f"the forward's value '{origin.name}'"
         return f"the value '{self.arguments[index].name}' of another region"
 
@@ -270,6 +271,8 @@ def _origin(node: fx.Node) -> Origin | None:
         if source is None:
             return meta.origin(node)
         if source.target is ops.wait and calls.source(source).target is ops.all_gather:
+            node = calls.tensors(calls.source(source))[calls.index(node)]
+        elif source.target is ops.wait and ops.is_transfer(calls.source(source).target):
             node = calls.tensors(calls.source(source))[calls.index(node)]
         elif source.target is ops.cast:
             node = calls.tensors(source)[calls.index(node)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -181,7 +182,7 @@ def lockstep_step(step: Step, inputs: Sequence[Mapping[str, Tensor]], seed: int 
 
 
 class _Pending:
-    """A started collective; its values exist once it is waited for."""
+    """Something that was started; its values exist once it is waited for."""
 
     def __init__(self, finish: Callable[[], list[list[Tensor]]], rank: int) -> None:
         self.finish = finish
@@ -248,6 +249,8 @@ class _Lockstep:
                 for t in tensors:
                     poison(t)
             return [None] * self.num_ranks
+        if ops.is_transfer(node.target):
+            return self._transfer(node, [a[0] for a in args])
         if node.target is ops.cast:
             return [[t.to(dtype, copy=True) for t in tensors] for tensors, dtype in args]
         axis, size = args[0][1:3]
@@ -263,6 +266,19 @@ class _Lockstep:
             sent = [[t.to(dtype[0]) for t in tensors] for tensors in sent]
         work = _COLLECTIVES[node.target]
         return [_Pending(lambda: work(sent), rank) for rank in range(self.num_ranks)]
+
+    def _transfer(self, node: fx.Node, sent: list[list[Tensor]]) -> list[Any]:
+        """Copies, made at the wait; what was offloaded is filled with NaN then, as its memory is given up."""
+
+        def finish() -> list[list[Tensor]]:
+            copies = [[t.clone() for t in tensors] for tensors in sent]
+            if node.target is ops.offload:
+                for t in (t for tensors in sent for t in tensors):
+                    poison(t)
+            return copies
+
+        once = cache(finish)
+        return [_Pending(once, rank) for rank in range(self.num_ranks)]
 
     def _check(self, node: fx.Node, values: list[Any]) -> None:
         """Check that shapes and dtypes are those that the graph says."""

@@ -19,6 +19,7 @@ from zcompile.ir.graph import (
     InputMutation,
     Kept,
     Mutation,
+    Offloaded,
     Origin,
     Output,
     Param,
@@ -27,7 +28,7 @@ from zcompile.ir.graph import (
     Tangent,
 )
 from zcompile.ir.operators import operator_name
-from zcompile.program import Call, Instruction, Port, Program, Release, Start, TensorType, Wait
+from zcompile.program import Call, Instruction, Port, Program, Release, Start, TensorType, Transfer, Wait
 
 _KINDS: dict[type, str] = {
     Param: "param",
@@ -36,6 +37,7 @@ _KINDS: dict[type, str] = {
     Tangent: "tangent",
     Saved: "saved",
     Kept: "kept",
+    Offloaded: "offloaded",
     Output: "output",
     Grad: "grad",
     InputGrad: "input_grad",
@@ -75,6 +77,8 @@ class _Lowering:
                 self._call(node)
             elif ops.is_collective(node.target):
                 self._start(node)
+            elif ops.is_transfer(node.target):
+                self._transfer(node)
             elif node.target is ops.wait:
                 self._wait(node)
             elif node.target is ops.release:
@@ -132,18 +136,29 @@ class _Lowering:
         wait = next(u for u in node.users if u.target is ops.wait)
         ticket = self.tickets[wait] = len(self.tickets)
         sends, cast = self._before_cast(calls.tensors(node))
-        outputs = list(self._results(wait))
-        for index, slot in enumerate(outputs):
-            if slot < 0:  # nobody reads this result, but the collective still writes it
-                outputs[index] = self.num_slots
-                self.num_slots += 1
+        outputs = self._all_results(wait)
         types = tuple(TensorType(tuple(v.shape), v.dtype) for v in meta.value(node))
         grads = tuple(self.grads.get((wait, index), "") for index in range(len(outputs)))
         op = operator_name(node.target).removeprefix("zc.")
         inputs = tuple(self.slots[s] for s in sends)
-        self.instructions.append(
-            Start(op, inputs, tuple(outputs), types, grads, cast, f"{op} {self._label(node)}", ticket)
-        )
+        self.instructions.append(Start(op, inputs, outputs, types, grads, cast, f"{op} {self._label(node)}", ticket))
+
+    def _transfer(self, node: fx.Node) -> None:
+        wait = next(u for u in node.users if u.target is ops.wait)
+        ticket = self.tickets[wait] = len(self.tickets)
+        types = tuple(TensorType(tuple(v.shape), v.dtype) for v in meta.value(node))
+        op = operator_name(node.target).removeprefix("zc.")
+        inputs = tuple(self.slots[s] for s in calls.tensors(node))
+        self.instructions.append(Transfer(op, inputs, self._all_results(wait), types, f"{op} '{node.name}'", ticket))
+
+    def _all_results(self, wait: fx.Node) -> tuple[int, ...]:
+        """The slot of each result, also of those that nobody reads: they are written all the same."""
+        outputs = list(self._results(wait))
+        for index, slot in enumerate(outputs):
+            if slot < 0:
+                outputs[index] = self.num_slots
+                self.num_slots += 1
+        return tuple(outputs)
 
     def _before_cast(self, sends: list[fx.Node]) -> tuple[list[fx.Node], torch.dtype | None]:
         """What goes into a collective before its ``zc.cast``, which the runtime does into the collective's own buffers."""

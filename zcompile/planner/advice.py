@@ -26,6 +26,9 @@ MOST = 6
 WORTH = 0.01
 WORTH_MEMORY = 0.05
 
+#: what may go to the host, that which costs least first
+OFFLOADS = ("activations", "optimizer", "activations+optimizer+parameters")
+
 #: makes a plan from the options that differ from the present one
 Replan = Callable[[dict[str, Any]], Plan]
 
@@ -105,10 +108,14 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if not plan.fits:
         for mode in RECOMPUTE[::-1] if config.recompute is None else ():
             yield f"recompute='{mode}'", {"recompute": mode}
-        if config.loss_chunk == "auto" and any(
+        if config.loss_chunk == "none":
+            yield "loss_chunk='auto'", {"loss_chunk": "auto"}
+        elif config.loss_chunk == "auto" and any(
             LOGITS_RETURNED in what for e in plan.traced.history for what in e.stats
         ):
             yield "loss_chunk='256MiB', with None for logits", {"loss_chunk": "256MiB"}
+        for kinds in OFFLOADS if config.offload is None else ():
+            yield f"offload='{kinds}'", {"offload": kinds}
         for double in range(1, 5 if config.stage else 1):
             world = plan.world_size << double
             yield f"{world} ranks", {"world_size": world}

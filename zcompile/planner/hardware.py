@@ -73,6 +73,9 @@ class Hardware:
         copies: how copy engines move data within a node; None: they do not.
         slowdown: by how much longer computation takes while a collective is under way, as a share: ``kernels`` for one that
             takes multiprocessors, ``gather_copies`` and ``reduce_copies`` for the copy engines.
+        host_link: between a device and page-locked memory of its host, each way at the same time.
+        host_memory_bytes: memory of the host for each of its devices.
+        host_bytes_per_s: what the processors move in that memory for each device, reads and writes together.
         sources: which numbers were measured, which are the vendor's, which are guesses.
     """
 
@@ -90,6 +93,9 @@ class Hardware:
     collective_us: float
     copies: Link | None = None
     slowdown: Mapping[str, float] = field(default_factory=dict)
+    host_link: Link = Link(10.0, 20e9)
+    host_memory_bytes: int = 128 << 30
+    host_bytes_per_s: float = 20e9
     sources: str = ""
 
     def __post_init__(self) -> None:
@@ -102,6 +108,8 @@ class Hardware:
             "devices_per_node",
             "node.bytes_per_s",
             "network.bytes_per_s",
+            "host_link.bytes_per_s",
+            "host_bytes_per_s",
         ):
             if dict(self._numbers())[name] == 0:
                 raise PlanError(f"hardware '{self.name}' has {name} 0; it must be positive")
@@ -149,11 +157,18 @@ class Hardware:
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def _numbers(self) -> list[tuple[str, float]]:
-        links = [("node", self.node), ("network", self.network), ("copies", self.copies)]
+        links = [("node", self.node), ("network", self.network), ("copies", self.copies), ("host_link", self.host_link)]
         return [
             *(
                 (n, getattr(self, n))
-                for n in ("device_memory_bytes", "reserve_bytes", "memory_bytes_per_s", "kernel_us")
+                for n in (
+                    "device_memory_bytes",
+                    "reserve_bytes",
+                    "memory_bytes_per_s",
+                    "kernel_us",
+                    "host_memory_bytes",
+                    "host_bytes_per_s",
+                )
             ),
             *((n, getattr(self, n)) for n in ("devices_per_node", "collective_us")),
             *((f"{n}.{f}", getattr(link, f)) for n, link in links if link for f in ("latency_us", "bytes_per_s")),
@@ -199,7 +214,7 @@ def _parse(text: str, where: str) -> Hardware:
         if not isinstance(fields, dict):
             raise TypeError("it holds no object")
         fields["host"] = Host(**fields["host"])
-        for link in ("node", "network", "copies"):
+        for link in ("node", "network", "copies", "host_link"):
             if fields.get(link) is not None:
                 fields[link] = Link(**fields[link])
         fields["efficiency"] = {kind: _curve(points) for kind, points in fields["efficiency"].items()}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from zcompile import ops
+from zcompile.analysis.aliases import Aliases
 from zcompile.analysis.cost import region_kernels
 from zcompile.analysis.structure import region_key
 from zcompile.errors import PlanError
 from zcompile.ir import calls, edit, meta
-from zcompile.ir.graph import Kept, Origin, Output, Region, Role, Saved, Step, Tangent
-from zcompile.planner import rates
+from zcompile.ir.graph import Graph, Kept, Offloaded, Origin, Output, Region, Role, Saved, Step, Tangent
+from zcompile.offloading import Offloading
+from zcompile.planner import hosted, rates
 from zcompile.planner.hardware import Hardware
-from zcompile.planner.jobs import Bucket, Issuer, Job, joined
+from zcompile.planner.jobs import IN, OUT, Bucket, Issuer, Job, joined
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class Costs:
         return self.hardware.host.region_us + self.region(region).num_kernels * self.hardware.host.kernel_us
 
 
-def step_jobs(step: Step, costs: Costs, world_size: int, *, optimizer: bool = True) -> list[Job]:
+def step_jobs(
+    step: Step, costs: Costs, world_size: int, *, optimizer: bool = True, offloading: Offloading | None = None
+) -> list[Job]:
     """The jobs of a step.
 
     Args:
@@ -94,14 +98,20 @@ def step_jobs(step: Step, costs: Costs, world_size: int, *, optimizer: bool = Tr
         costs: of its regions, on a machine.
         world_size: ranks that the step was scheduled for.
         optimizer: whether an update by AdamW follows.
+        offloading: what is on the host beside values that the graphs move there.
 
     Raises:
         PlanError: the step was scheduled for another number of ranks, or is not outlined.
     """
     check_scheduled(step, world_size)
-    walk = _Walk(step, costs)
+    offloading = offloading or Offloading()
+    walk = _Walk(step, costs, parameters_on_host=offloading.parameters is not None)
     if optimizer and step.backward is not None:
-        walk.issuer.update(local_params(step))
+        if offloading.parameters is None and offloading.optimizer is None:
+            walk.issuer.update(local_params(step))
+        else:
+            chunks = hosted.chunks(local_params(step), offloading.optimizer)
+            walk.issuer.update_hosted(chunks, hosted.step_of(offloading, costs.hardware))
     return walk.issuer.jobs
 
 
@@ -154,22 +164,54 @@ def _before_cast(send: fx.Node) -> fx.Node:
 class _Walk:
     """Issues the nodes of the graphs in order."""
 
-    def __init__(self, step: Step, costs: Costs) -> None:
+    def __init__(self, step: Step, costs: Costs, *, parameters_on_host: bool) -> None:
         self.costs = costs
+        self.parameters_on_host = parameters_on_host
         self.issuer = Issuer(costs.hardware)
         self.made: dict[fx.Node, tuple[int, ...]] = {}  # the jobs that a value comes from
         self.handed_on: dict[Origin | Role, tuple[int, ...]] = {}
+        self.memory: dict[fx.Node, object] = {}
+        self.hosted: dict[Offloaded, object] = {}
         for graph in step.graphs:
             self.issuer.phase = graph.direction.value
             for node in graph.inputs:
                 self.made[node] = self._jobs_behind(meta.origin(node))
+            self._find_shared(graph)
+            if parameters_on_host:
+                self._upload(graph)
             for node in graph.body:
                 self._issue(node, graph.regions)
             for node, role in graph.outputs:
                 self.handed_on[role] = self.made[node]
 
+    def _upload(self, graph: Graph) -> None:
+        """What regions read of parameters on the host comes at the graph's start."""
+        read = [n for n, _ in graph.params() if any(user.target is ops.region_call for user in n.users)]
+        if read:
+            job = self.issuer.transfer(f"{graph.direction.value}_upload", IN, sum(map(num_bytes, read)), len(read))
+            self.issuer.wait((job,))
+            self.made.update((node, (job,)) for node in read)
+
+    def _find_shared(self, graph: Graph) -> None:
+        """The memory of what is moved: values that share it are moved once."""
+        if not any(ops.is_transfer(node.target) for node in graph.body):
+            return
+        aliases = Aliases.of_graph(graph)
+        for node in graph.body:
+            if node.target is ops.offload:
+                self.memory.update((tensor, aliases.of(tensor)) for tensor in calls.tensors(node))
+        for node, role in graph.outputs:
+            if isinstance(role, Offloaded):
+                wait = calls.picked_from(node)
+                assert wait is not None, "what is on the host was waited for"
+                self.hosted[role] = self.memory[calls.tensors(calls.source(wait))[calls.index(node)]]
+        for node in graph.inputs:
+            origin = meta.origin(node)
+            if isinstance(origin, Offloaded):
+                self.memory[node] = self.hosted[origin]
+
     def _jobs_behind(self, origin: Origin | None) -> tuple[int, ...]:
-        if isinstance(origin, (Saved, Kept)):
+        if isinstance(origin, (Saved, Kept, Offloaded)):
             return self.handed_on.get(origin, ())
         return self.handed_on.get(Output(origin.index), ()) if isinstance(origin, Tangent) else ()
 
@@ -181,7 +223,19 @@ class _Walk:
             host_us = self.costs.host_us(region)
             needs = (self.issuer.compute(node.name, "region", cost.device_us, host_us, needs, cost.num_bytes),)
         elif ops.is_collective(node.target):
-            needs = (self.issuer.start(node.name, bucket_of(node), needs),)
+            bucket = bucket_of(node)
+            if self.parameters_on_host and bucket.op == "all_gather":
+                upload = f"{node.name}_upload"
+                needs = (*needs, self.issuer.transfer(upload, IN, bucket.stored_bytes, bucket.num_tensors, needs))
+                bucket = replace(bucket, stored_bytes=bucket.sent_bytes)  # they are cast where they arrive
+            needs = (self.issuer.start(node.name, bucket, needs),)
+        elif ops.is_transfer(node.target):
+            sizes = {self.memory.get(t, t): num_bytes(t) for t in calls.tensors(node)}
+            way = OUT if node.target is ops.offload else IN
+            needs = (self.issuer.transfer(node.name, way, sum(sizes.values()), len(sizes), needs),)
         elif node.target is ops.wait:
             self.issuer.wait(needs)
+            started = calls.source(node)
+            if self.parameters_on_host and ops.is_collective(started.target) and started.target is not ops.all_gather:
+                self.issuer.transfer(f"{node.name}_to_host", OUT, num_bytes(started), len(node.users), needs)
         self.made[node] = needs

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.planner import rates
 from zcompile.planner.hardware import Hardware
+from zcompile.runtime.hosted_update import NUM_SLOTS
 
 #: the streams of the runtime: computation, NCCL's collectives, and the two lanes of the copy engines
 COMPUTE, GROUP, GATHERS, REDUCTIONS = "compute", "group", "gathers", "reductions"
-STREAMS: tuple[str, ...] = (COMPUTE, GROUP, GATHERS, REDUCTIONS)
+#: the ways to the host and from it, and the host's own work on what it holds
+OUT, IN, CPU = "offloads", "reloads", "cpu"
+STREAMS: tuple[str, ...] = (COMPUTE, GROUP, GATHERS, REDUCTIONS, OUT, IN, CPU)
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Job:
 
     Attributes:
         name: of its node.
-        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``optimizer``.
+        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload`` or ``optimizer``.
         phase: ``forward``, ``backward`` or ``optimizer``.
         stream: one of ``STREAMS``; jobs of a stream run in the order of the list.
         duration_us: time of the device when nothing runs beside it.
@@ -143,6 +146,17 @@ class Issuer:
         )
         return len(self.jobs) - 1
 
+    def transfer(self, name: str, way: str, num_bytes: int, num_tensors: int, needs: tuple[int, ...] = ()) -> int:
+        """Issue copies to the host (``OUT``) or from it (``IN``); the index of their job."""
+        hw = self.hardware
+        us, host_us = rates.host_copy_us(num_bytes, hw), hw.host.copied_tensor_us * num_tensors
+        kind = "offload" if way == OUT else "reload"
+        if hw.host.blocks:
+            return self.compute(name, kind, us, host_us, needs, num_bytes)
+        after = joined([needs, self._last_compute, tuple(self._waited)])
+        self.jobs.append(Job(name, kind, self.phase, way, us, host_us, after, needs, num_bytes))
+        return len(self.jobs) - 1
+
     def wait(self, jobs: Iterable[int]) -> None:
         """Let what is issued from now on start after these have ended."""
         self._waited.update(dict.fromkeys(jobs))
@@ -155,6 +169,42 @@ class Issuer:
         us = rates.optimizer_us(num_params, self.hardware)
         moved = rates.ADAMW_BYTES * num_params
         self.compute("update", "optimizer", us, self.hardware.host.step_us, everything, moved)
+
+    def update_hosted(self, chunks: Sequence[int], step: str) -> None:
+        """Issue AdamW on states that are on the host, chunk by chunk.
+
+        Args:
+            chunks: float32 parameters of each.
+            step: ``device``: states come, are updated and go, in three buffers; the first may come while backward runs. ``cpu``:
+                gradients and parameters come to the processors, parameters go back. ``in place``: all of them are there.
+        """
+        hw, everything = self.hardware, tuple(range(len(self.jobs)))
+        self.phase = "optimizer"
+        self.wait(everything)
+        gone: list[int] = []
+        for number, size in enumerate(chunks):
+            name = f"update_{number}"
+            free = (gone[number - NUM_SLOTS],) if number >= NUM_SLOTS else ()
+            if step == "device":
+                came = self._pass(f"{name}_states", IN, 8 * size, free)
+                us, moved = rates.optimizer_us(size, hw), rates.ADAMW_BYTES * size
+                self.wait((came,))
+                done = self.compute(name, "optimizer", us, hw.host.kernel_us, (came, *everything), moved)
+                gone.append(self._pass(f"{name}_states_back", OUT, 8 * size, (done,)))
+                continue
+            came = everything if step == "in place" else (self._pass(name, OUT, 8 * size, (*everything, *free)),)
+            us = rates.ADAMW_BYTES * size / hw.host_bytes_per_s * 1e6
+            self.jobs.append(Job(name, "optimizer", self.phase, CPU, us, 0.0, came, came, rates.ADAMW_BYTES * size))
+            done = len(self.jobs) - 1
+            gone.append(done if step == "in place" else self._pass(f"{name}_parameters", IN, 4 * size, (done,)))
+        self.wait(gone)
+        self.compute("update", "optimizer", 0.0, hw.host.step_us, tuple(gone))
+
+    def _pass(self, name: str, way: str, num_bytes: int, needs: tuple[int, ...]) -> int:
+        """Copies that wait for nothing but what they need."""
+        us, kind = rates.host_copy_us(num_bytes, self.hardware), "offload" if way == OUT else "reload"
+        self.jobs.append(Job(name, kind, self.phase, way, us, 0.0, needs, needs, num_bytes))
+        return len(self.jobs) - 1
 
 
 def joined(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

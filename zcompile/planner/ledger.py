@@ -22,6 +22,9 @@ class Storage:
         self.holders = 0
 
 
+#: the part of a storage that is in the host's memory, which no moment of the device's counts
+ON_HOST = "on the host"
+
 Value = tuple[Storage, ...]
 
 

@@ -9,16 +9,24 @@ from typing import Any
 
 import sympy
 
-from zcompile.planner import rates
+from zcompile.offloading import Offloading
+from zcompile.planner import hosted, rates
 from zcompile.planner.hardware import Hardware
 
 #: the categories, and the parts that each is made of
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "parameters": ("shards", "model buffers"),
+    "parameters": ("shards", "uploaded", "model buffers"),
     "gradients": ("gradient shards",),
     "optimizer states": ("optimizer states",),
-    "activations": ("saved for backward", "inputs and outputs", "between regions"),
-    "temporary": ("gathered weights", "gathered, free", "reduction buckets", "region workspace", "exchange"),
+    "activations": ("saved for backward", "reloaded", "inputs and outputs", "between regions"),
+    "temporary": (
+        "gathered weights",
+        "gathered, free",
+        "reduction buckets",
+        "region workspace",
+        "exchange",
+        "optimizer buffers",
+    ),
     "reserve": ("arena gaps", "context and libraries", "fragmentation"),
 }
 CATEGORIES = tuple(PARTS)
@@ -35,7 +43,7 @@ class Moment:
 
     Attributes:
         phase: ``forward``, ``backward`` or ``optimizer``.
-        kind: ``region``, ``collective`` (its start), ``wait``, ``release``, ``end`` of a graph, or ``optimizer``.
+        kind: ``region``, ``collective`` or ``transfer`` (its start), ``wait``, ``release``, ``end`` of a graph, or ``optimizer``.
         name: what runs, such as ``forward_2 (layers.3)`` or ``all_gather of layers.3``.
         during: the most bytes while it runs, by part.
         after: bytes when it has run, by part.
@@ -73,6 +81,8 @@ class Setup:
         copies: large buckets go by the copy engines of one node.
         context_bytes: what the device's context and libraries take.
         fragmentation: gaps of the allocator, as a share of what is allocated: a guess.
+        offloading: what is on the host.
+        step: where states on the host are updated, as ``hosted.step_of`` finds it.
         symbols: what sizes of values mean in formulas, as ``symbols.size_symbols`` finds them.
     """
 
@@ -83,10 +93,20 @@ class Setup:
     copies: bool = False
     context_bytes: int = 0
     fragmentation: float = 0.0
+    offloading: Offloading = field(default_factory=Offloading)
+    step: str = "device"
     symbols: Mapping[int, sympy.Expr] = field(default_factory=dict)
 
     @classmethod
-    def on(cls, hardware: Hardware, world_size: int, *, optimizer: str = "adamw", fused: bool = True) -> Setup:
+    def on(
+        cls,
+        hardware: Hardware,
+        world_size: int,
+        *,
+        optimizer: str = "adamw",
+        fused: bool = True,
+        offloading: Offloading | None = None,
+    ) -> Setup:
         """What a step on a machine depends on."""
         on_host = hardware.host.blocks
         return cls(
@@ -96,6 +116,8 @@ class Setup:
             copies=rates.by_copies(rates.COPIES_MIN_BYTES, world_size, hardware),
             context_bytes=hardware.reserve_bytes,
             fragmentation=0.0 if on_host else FRAGMENTATION,
+            offloading=offloading or Offloading(),
+            step=hosted.step_of(offloading or Offloading(), hardware),
         )
 
 
@@ -114,6 +136,7 @@ class Memory:
         exchange_bytes: what the copy engines exchange through, outside of torch's allocator.
         formulas: bytes by what is in this class, in the number of ranks ``W``, for parameters that are divided as they are here;
             ``saved_bytes`` in rows ``B`` and tokens a row ``S``, where sizes in the graph are surely these.
+        host: bytes that a rank has in the host's memory, by what they are: no part of any moment.
     """
 
     moments: tuple[Moment, ...]
@@ -125,6 +148,7 @@ class Memory:
     gathered_held_bytes: int
     exchange_bytes: int
     formulas: Mapping[str, sympy.Expr] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers by name, the peak by category, and the formulas as text."""
@@ -132,12 +156,19 @@ class Memory:
         peak = self.peak
         return {
             **numbers,
+            "host_bytes": self.host_bytes,
+            "host": dict(self.host),
             "peak_bytes": self.peak_bytes,
             "peak_at": {"phase": peak.phase, "name": peak.name},
             "peak_by_category": by_category(peak.during),
             "peak_by_part": dict(peak.during),
             "formulas": {name: str(formula) for name, formula in self.formulas.items()},
         }
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of a rank in the host's memory."""
+        return sum(self.host.values())
 
     @cached_property
     def peak(self) -> Moment:

@@ -93,8 +93,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
-        return self.memory.peak_bytes <= self.device_bytes
+        """Whether the peak is within the device's memory, and what is offloaded within the host's."""
+        return self.memory.peak_bytes <= self.device_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is offloaded is within the host's memory for one device."""
+        return self.memory.host_bytes <= self.hardware.host_memory_bytes
 
     @property
     def rows_per_s(self) -> float:
@@ -147,11 +152,12 @@ def make(
 ) -> Plan:
     """The plan of a traced step on a machine, without advice."""
     fused = traced.config.backend == "inductor"
-    setup = Setup.on(hardware, traced.world_size, optimizer=optimizer, fused=fused)
+    offloading = traced.config.offloading
+    setup = Setup.on(hardware, traced.world_size, optimizer=optimizer, fused=fused, offloading=offloading)
     batch, tokens = batch_of(example_inputs)
     symbols = size_symbols(batch, tokens // batch if batch else 0, traced.specs)
     memory = predict(traced.step, traced.specs, replace(setup, symbols=symbols))
-    timeline = simulate(traced.step, hardware, traced.world_size, costs=costs)
+    timeline = simulate(traced.step, hardware, traced.world_size, offloading=offloading, costs=costs)
     return Plan(name, traced, hardware, memory, timeline, batch, tokens, (*notes, *_padding_notes(traced)))
 
 
@@ -187,11 +193,12 @@ def limit(timeline: Timeline) -> str:
         "computation": bounds.compute_us,
         "communication": bounds.communication_us,
         "the host, which issues the work": bounds.host_us,
+        "the processors, which update what is on the host": bounds.processors_us,
         "waits of computation and communication for each other": bounds.critical_path_us,
     }
-    most = max(list(sizes)[:3], key=lambda name: sizes[name])
+    most = max(list(sizes)[:4], key=lambda name: sizes[name])
     if timeline.step_us > 1.1 * sizes[most]:
-        most = list(sizes)[3]
+        most = list(sizes)[4]
     return most
 
 
@@ -200,7 +207,8 @@ def _lines(plan: Plan) -> list[str]:
     peak = memory.peak
     lines = [
         f"{plan.model}: {plan.num_params:,} parameters on {plan.world_size} x {plan.hardware.name}, stage {config.stage}, "
-        f"precision {config.precision or 'of the model'}, policy {config.policy}",
+        f"precision {config.precision or 'of the model'}, policy {config.policy}"
+        + (f", offload {config.offload}" if config.offload else ""),
         f"micro-batch: {plan.batch or 'unknown'} rows a rank" + (f", {plan.tokens:,} tokens" if plan.tokens else ""),
         "",
         f"{'memory of a rank, GiB':24}{'at the peak':>14}{'largest':>10}",
@@ -208,12 +216,19 @@ def _lines(plan: Plan) -> list[str]:
     at_peak = by_category(peak.during)
     for category in CATEGORIES:
         lines.append(f"{category:24}{at_peak[category] / GIB:>14.2f}{largest(memory, category) / GIB:>10.2f}")
-    verdict = "fits" if plan.fits else f"does not fit: {(memory.peak_bytes - plan.device_bytes) / GIB:.2f} GiB too much"
+    too_much = memory.peak_bytes - plan.device_bytes
+    verdict = "fits" if too_much <= 0 else f"does not fit: {too_much / GIB:.2f} GiB too much"
     lines += [
         f"{'together':24}{memory.peak_bytes / GIB:>14.2f}  of {plan.device_bytes / GIB:.1f}: {verdict}",
         f"peak in {peak.phase}, {peak.name}",
     ]
-    if not plan.fits:
+    if memory.host:
+        on_host = "fits" if plan.fits_host else "does not fit"
+        parts = ", ".join(f"{what} {num_bytes / GIB:.2f}" for what, num_bytes in memory.host.items())
+        lines.append(
+            f"{'on the host':24}{memory.host_bytes / GIB:>14.2f}  of {plan.hardware.host_memory_bytes / GIB:.1f}: {on_host}; {parts}"
+        )
+    if too_much > 0:
         most = sorted(CATEGORIES, key=lambda c: -at_peak[c])[:2]
         lines.append(f"most of it: {', '.join(f'{c} {at_peak[c] / GIB:.2f} GiB' for c in most)}")
     lines += [
@@ -222,7 +237,9 @@ def _lines(plan: Plan) -> list[str]:
         f"optimizer {_ms(time.optimizer_us)}; {plan.rows_per_s:.1f} rows/s"
         + (f", {plan.rows_per_s * plan.tokens / plan.batch:,.0f} tokens/s" if plan.tokens and plan.batch else ""),
         f"limited by {limit(time)}: computation {_ms(time.bounds.compute_us)}, communication "
-        f"{_ms(time.bounds.communication_us)} of which {_ms(time.exposed_us)} with computation idle, host {_ms(time.bounds.host_us)}",
+        f"{_ms(time.bounds.communication_us)} of which {_ms(time.exposed_us)} with computation idle, host {_ms(time.bounds.host_us)}"
+        + ", which replays CUDA graphs"
+        * time.replayed,
     ]
     if plan.notes:
         lines += ["", *(f"note: {note}" for note in plan.notes)]

@@ -86,6 +86,11 @@ def collective_us(op: str, num_bytes: int, size: int, hardware: Hardware) -> flo
     return hardware.collective_us + 2 * min(ring, up + num_bytes / bandwidth * 1e6)
 
 
+def host_copy_us(num_bytes: int, hardware: Hardware) -> float:
+    """Time of a copy between the device and page-locked memory of the host, one way."""
+    return hardware.host_link.latency_us + num_bytes / hardware.host_link.bytes_per_s * 1e6
+
+
 def optimizer_us(local_params: int, hardware: Hardware) -> float:
     """Time of AdamW on float32 masters in one kernel, which moves ``ADAMW_BYTES`` a parameter."""
     return memory_us(ADAMW_BYTES * local_params, hardware)

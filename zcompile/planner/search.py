@@ -24,7 +24,7 @@ from zcompile.pipeline import Pass
 from zcompile.planner.engine import run
 from zcompile.planner.issue import Costs, bucket_of, local_params
 from zcompile.planner.jobs import Bucket, Issuer
-from zcompile.planner.simulate import simulate
+from zcompile.planner.simulate import REPLAY_SHARE, simulate
 from zcompile.planner.unscheduled import Unscheduled
 
 # The best spec. -------------------------------------------------------------------------------------------------------
@@ -141,6 +141,8 @@ def optimum(base: Unscheduled, costs: Costs, *, limit_bytes: float = math.inf) -
     if base.step.backward is not None:
         update.update(local_params(base.step))
     last_us = sum(j.duration_us for j in update.jobs), sum(j.host_us for j in update.jobs)
+    # a step that the host would hold up is replayed, and then it holds up no more than so much
+    share = 1.0 if costs.hardware.host.blocks or base.step.backward is None else REPLAY_SHARE
     forward, backward = search.chains[0], search.chains[1] if len(search.chains) > 1 else None
     keepable = [] if backward is None else [g.params for g in backward.gathers if g.params <= forward.names]
     best: Optimum | None = None
@@ -150,7 +152,7 @@ def optimum(base: Unscheduled, costs: Costs, *, limit_bytes: float = math.inf) -
         first = search.front(forward, kept)
         second = [Plan((), (), 0.0, 0.0)] if backward is None else search.front(backward, kept)
         for a, b in itertools.product(first, second):
-            us = max(a.device_us + b.device_us + last_us[0], a.host_us + b.host_us + last_us[1])
+            us = max(a.device_us + b.device_us + last_us[0], share * (a.host_us + b.host_us) + last_us[1])
             if best is None or us < best.step_us:
                 best = Optimum(us, tuple(sorted(kept)), a, None if backward is None else b, search.tried)
     if best is None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 
 import sympy
-import torch
 
-from zcompile.analysis.memory import RegionMemory, tensor_bytes
-from zcompile.analysis.units import unit_key
-from zcompile.ir import meta
-from zcompile.ir.graph import Buffer, Grad, Graph, Step
-from zcompile.lower.program import lower_program
+from zcompile.ir.graph import Grad, Step
 from zcompile.placement import ParamSpec
-from zcompile.planner import states
-from zcompile.planner.ledger import Pool, Storage, Value, type_bytes
+from zcompile.planner import hosted, states
+from zcompile.planner.graph_walk import GraphWalk
+from zcompile.planner.ledger import ON_HOST, Pool, Storage, Value
 from zcompile.planner.memory import Memory, Moment, Setup
 from zcompile.planner.symbols import bytes_formula
-from zcompile.program import Call, Program, Release, Start, TensorType, Wait
-from zcompile.runtime import peers
+from zcompile.program import TensorType
 from zcompile.runtime.arenas import ALIGNMENT_BYTES, ArenaKey, ArenaLayout
 from zcompile.runtime.gradients import KEEP_BYTES
+from zcompile.runtime.host import pages
 
 
 def predict(step: Step, specs: Sequence[ParamSpec], setup: Setup | None = None) -> Memory:
@@ -37,10 +31,10 @@ def predict(step: Step, specs: Sequence[ParamSpec], setup: Setup | None = None) 
     Raises:
         PlanError: an optimizer that is not known.
     """
-    return _Walk(step, specs, setup or Setup()).run()
+    return StepWalk(step, specs, setup or Setup()).run()
 
 
-class _Walk:
+class StepWalk:
     """The whole step: what both graphs share, and what goes from one to the other."""
 
     def __init__(self, step: Step, specs: Sequence[ParamSpec], setup: Setup) -> None:
@@ -60,24 +54,26 @@ class _Walk:
         self.homes: set[ArenaKey | int] = set()
         self.exchange = {"all_gather": 0, "reduce_scatter": 0}
         self.saved: dict[str, Value] = {}
+        self.offloaded: dict[str, Value] = {}
+        self.host: Counter[str] = Counter()
         self.kept: dict[str, tuple[TensorType, str]] = {}
         self.users: list[Storage] = []
         self.inputs: dict[str, Value] = {}
+        self.gradient_bytes = 0
+        self.parameters_on_host = setup.offloading.parameters is not None
 
     def run(self) -> Memory:
         trainable = sum(size * key.dtype.itemsize for key, size in self.layout.sizes.items() if key.trainable)
-        keeps = trainable <= KEEP_BYTES
-        self.totals["shards"] = states.parameter_bytes(self.specs.values())
-        self.totals["arena gaps"] = self._gaps()
-        self.totals["optimizer states"] = self.optimizer_bytes
+        keeps = trainable <= KEEP_BYTES or self.parameters_on_host
+        self._place_states()
         self.totals["context and libraries"] = self.setup.context_bytes
         if keeps:
             self.touch(self.trained)
-        _GraphWalk(self, self.step.forward, "forward").run()
+        GraphWalk(self, self.step.forward, "forward").run()
         saved = {s: None for value in self.saved.values() for s in value}
         self.saved_formula = bytes_formula(((s.shape, s.num_bytes) for s in saved), self.setup.symbols)
         if self.step.backward is not None:
-            _GraphWalk(self, self.step.backward, "backward").run()
+            GraphWalk(self, self.step.backward, "backward").run()
             self.touch(self.trained)
         for storage in self.users:
             self.drop(storage)
@@ -88,25 +84,46 @@ class _Walk:
         return Memory(
             tuple(self._moment(*m, held, exchange) for m in self.moments),
             states.parameter_bytes(self.specs.values()),
-            self.totals["gradient shards"],
+            self.gradient_bytes,
             self.optimizer_bytes,
             sum(s.num_bytes for s in saved),
             self.pool.peak[0],
             held,
             exchange,
             self._formulas(),
+            dict(self.host),
         )
+
+    def _place_states(self) -> None:
+        """Parameters and optimizer states, which are there all the time: on the device or on the host."""
+        offloading, layout = self.setup.offloading, self.layout
+        if self.parameters_on_host:
+            self.host["parameters"] = hosted.parameter_bytes(layout)
+        else:
+            self.totals["shards"] = states.parameter_bytes(self.specs.values())
+            self.totals["arena gaps"] = self._gaps()
+        if not self.parameters_on_host and offloading.optimizer is None:
+            self.totals["optimizer states"] = self.optimizer_bytes
+            return
+        trained = [self.index[name] for name in dict.fromkeys(self.trained)]
+        self.host["optimizer states"] = hosted.state_bytes(layout, trained, states.num_states(self.setup.optimizer))
+        if offloading.optimizer is not None and not self.parameters_on_host and trained:
+            buffers = hosted.buffer_bytes(layout, offloading.optimizer)
+            if self.setup.step == "cpu":
+                self.host["optimizer states"] += buffers
+            else:
+                self.totals["optimizer buffers"] = buffers
 
     # Memory that comes and goes. --------------------------------------------------------------------------------------
 
     def hold(self, storage: Storage) -> None:
-        if storage.holders == 0:
+        if storage.holders == 0 and storage.part != ON_HOST:
             self.totals[storage.part] += storage.num_bytes
         storage.holders += 1
 
     def drop(self, storage: Storage) -> None:
         storage.holders -= 1
-        if storage.holders == 0:
+        if storage.holders == 0 and storage.part != ON_HOST:
             self.totals[storage.part] -= storage.num_bytes
 
     def touch(self, names: Iterable[str]) -> None:
@@ -119,7 +136,12 @@ class _Walk:
             if home not in self.homes:
                 self.homes.add(home)
                 members = [index] if isinstance(home, int) else self.layout.members[home]
-                self.totals["gradient shards"] += sum(specs[i].padded_local_bytes for i in members)
+                num_bytes = sum(specs[i].padded_local_bytes for i in members)
+                self.gradient_bytes += num_bytes
+                if not self.parameters_on_host:
+                    self.totals["gradient shards"] += num_bytes
+                elif not isinstance(home, int):
+                    self.host["gradients"] += pages(self.layout.sizes[home] * home.dtype.itemsize)
 
     def record(self, phase: str, kind: str, name: str, during: Mapping[str, int]) -> None:
         """Note the present state, and what there was beside it while ``name`` ran."""
@@ -163,224 +185,3 @@ class _Walk:
             "gathered_peak_bytes": states.WORLD
             * states.shard_formula((self.specs[name], dtype.itemsize) for name, dtype in live.elements()),
         }
-
-
-class _GraphWalk:
-    """The walk over one graph: the executor's, slot by slot."""
-
-    def __init__(self, walk: _Walk, graph: Graph, phase: str) -> None:
-        self.walk = walk
-        self.graph = graph
-        self.phase = phase
-        self.program: Program = lower_program(graph)
-        self.slots: list[Value] = [()] * self.program.num_slots
-        self.gathered: dict[int, tuple[TensorType, str]] = {}
-        self.params: dict[int, str] = {}
-        self.pending: dict[int, list[Storage]] = {}
-        self.regions: dict[str, RegionMemory] = {}
-        self.peaks: dict[tuple[str, tuple[tuple[tuple[int, ...], int], ...]], int] = {}
-        self.parts = self._parts()
-
-    def run(self) -> None:
-        self._load()
-        for ins in self.program.instructions:
-            if isinstance(ins, Call):
-                self._call(ins)
-            elif isinstance(ins, Start):
-                self._start(ins)
-            elif isinstance(ins, Wait):
-                for storage in self.pending.pop(ins.ticket):
-                    self.walk.drop(storage)
-                self._free(ins.frees)
-                self.walk.record(self.phase, "wait", "wait", {})
-            else:
-                assert isinstance(ins, Release)
-                for slot in ins.slots:
-                    self.walk.pool.give(*self.gathered.pop(slot))
-                self.walk.record(self.phase, "release", "release", {})
-        self._leave()
-
-    def _parts(self) -> dict[int, str]:
-        """What each slot is for, where it is known from who reads it."""
-        parts: dict[int, str] = {}
-        for ins in self.program.instructions:
-            if isinstance(ins, Start) and ins.op != "all_gather":
-                parts.update(dict.fromkeys(ins.inputs, "reduction buckets"))
-        kinds = {"grad": "reduction buckets", "output": "inputs and outputs", "saved": "saved for backward"}
-        for kind, part in kinds.items():
-            parts.update((port.slot, part) for port in self.program.outputs if port.kind == kind)
-        return parts
-
-    def _load(self) -> None:
-        walk = self.walk
-        types = {slot.slot: node for slot, node in zip(self.program.inputs, self.graph.inputs, strict=True)}
-        for port in self.program.inputs:
-            if port.kind == "param":
-                self.params[port.slot] = port.key
-            elif port.kind == "kept":
-                self.gathered[port.slot] = walk.kept.pop(port.key)
-            elif port.kind == "saved":
-                self._set(port.slot, walk.saved[port.key])
-            else:
-                node = types[port.slot]
-                part = "model buffers" if isinstance(meta.origin(node), Buffer) else "inputs and outputs"
-                name = f"{port.kind} {port.key}"
-                if name not in walk.inputs:
-                    value = meta.tensor(node)
-                    storage = Storage(part, tensor_bytes(value), tuple(value.shape))
-                    walk.hold(storage)
-                    walk.inputs[name] = (storage,)
-                    if port.kind != "buffer":
-                        walk.users.append(storage)
-                self._set(port.slot, walk.inputs[name])
-        for value in walk.saved.values():  # the slots alone hold what was saved from now on
-            for storage in value:
-                walk.drop(storage)
-        walk.saved = {}
-
-    def _set(self, slot: int, value: Value) -> None:
-        self.slots[slot] = value
-        for storage in value:
-            self.walk.hold(storage)
-
-    def _free(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            for storage in self.slots[slot]:
-                self.walk.drop(storage)
-            self.slots[slot] = ()
-
-    def _call(self, ins: Call) -> None:
-        if ins.body not in self.regions:
-            self.regions[ins.body] = RegionMemory(self.graph.regions[ins.body], fused=self.walk.setup.fused)
-        region = self.regions[ins.body]
-        dying = self._dying(ins)
-        key = (ins.body, dying)
-        if key not in self.peaks:
-            self.peaks[key] = region.extra(dying)
-        during = {**self._now(), "region workspace": self.peaks[key]}
-        owned: dict[int, Storage] = {}
-        results: list[tuple[int, Value]] = []
-        for slot, (own, shared) in zip(ins.outputs, region.storages.results, strict=True):
-            if slot < 0:
-                continue
-            part = self.parts.get(slot, "between regions")
-            value = []
-            for storage in own:
-                made = owned.setdefault(storage.number, Storage(part, storage.num_bytes, storage.shape))
-                if _RANK[part] < _RANK[made.part]:
-                    made.part = part
-                value.append(made)
-            value += [s for position in shared for s in self.slots[ins.inputs[position]]]
-            results.append((slot, tuple(dict.fromkeys(value))))
-        for slot, value in results:
-            self._set(slot, value)
-        self._free(ins.frees)
-        self.walk.record(self.phase, "region", self._region_name(ins), during)
-
-    def _region_name(self, ins: Call) -> str:
-        """The region with the units whose parameters this call reads."""
-        names = [self.gathered[slot][1] if slot in self.gathered else self.params.get(slot, "") for slot in ins.inputs]
-        units = list(dict.fromkeys(unit_key(name)[0] for name in names if name))
-        shown = ", ".join(units[:3]) + (", ..." if len(units) > 3 else "")
-        return f"{ins.body} ({shown})" if units else ins.body
-
-    def _dying(self, ins: Call) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """For each storage that only freed slots hold: the arguments that live in it, and its bytes."""
-        freed = Counter(storage for slot in ins.frees for storage in self.slots[slot])
-        found = []
-        for storage, count in freed.items():
-            if storage.holders == count:
-                positions = tuple(i for i, slot in enumerate(ins.inputs) if storage in self.slots[slot])
-                found.append((positions, storage.num_bytes))
-        return tuple(found)
-
-    def _now(self) -> dict[str, int]:
-        now = {part: num_bytes for part, num_bytes in self.walk.totals.items() if num_bytes}
-        now["gathered weights"] = self.walk.pool.live_bytes
-        return now
-
-    def _start(self, ins: Start) -> None:
-        walk, held = self.walk, []
-        staged = self._stage(ins)
-        if staged:
-            storage = Storage("reduction buckets" if ins.op != "all_gather" else "exchange", staged)
-            walk.hold(storage)
-            held.append(storage)
-        self.pending[ins.ticket] = held
-        if ins.op == "all_gather":
-            for source, slot, kind in zip(ins.inputs, ins.outputs, ins.types, strict=True):
-                spec = walk.specs[self.params[source]]
-                self.gathered[slot] = (kind, spec.name)
-                walk.pool.take(kind, spec.name)
-        else:
-            for name, slot, kind in zip(ins.grads, ins.outputs, ins.types, strict=True):
-                if name and walk.specs[name].dtype == kind.dtype:
-                    walk.touch([name])
-                else:
-                    self._set(slot, (Storage("reduction buckets", type_bytes(kind)),))
-        walk.record(self.phase, "collective", ins.label, {})
-
-    def _stage(self, ins: Start) -> int:
-        """Bytes that a collective takes from its start to its wait, beside what goes in and comes out."""
-        walk = self.walk
-        whole, size = sum(map(type_bytes, ins.types)), walk.size
-        if ins.op == "all_reduce":
-            return 0
-        if ins.op == "reduce_scatter":
-            sent = [self._sent(slot) for slot in ins.inputs]
-            if walk.setup.copies and sum(n * d.itemsize for n, d in sent) >= peers.MIN_BYTES:
-                piece = sum(_aligned(n // size * d.itemsize) for n, d in sent)
-                walk.exchange["reduce_scatter"] = max(walk.exchange["reduce_scatter"], size * piece)
-                return 0
-            widens = any(d != kind.dtype for (_, d), kind in zip(sent, ins.types, strict=True))
-            return whole * size if walk.setup.on_host or widens else 0
-        if walk.setup.copies and whole >= peers.MIN_BYTES:
-            staged = sum(_aligned(type_bytes(kind) // size) for kind in ins.types)
-            walk.exchange["all_gather"] = max(walk.exchange["all_gather"], staged)
-            return 0
-        return whole // size if walk.setup.on_host and ins.cast is not None else 0
-
-    def _sent(self, slot: int) -> tuple[int, torch.dtype]:
-        """Elements and dtype of what a reduction reads."""
-        return self._sent_types[slot]
-
-    @cached_property
-    def _sent_types(self) -> dict[int, tuple[int, torch.dtype]]:
-        types: dict[int, tuple[int, torch.dtype]] = {}
-        for ins in self.program.instructions:
-            if isinstance(ins, Call):
-                types.update(
-                    (slot, (math.prod(kind.shape), kind.dtype))
-                    for slot, kind in zip(ins.outputs, ins.types, strict=True)
-                )
-        for port, node in zip(self.program.inputs, self.graph.inputs, strict=True):
-            types[port.slot] = (meta.tensor(node).numel(), meta.tensor(node).dtype)
-        return types
-
-    def _leave(self) -> None:
-        """The end of a graph: saved values, outputs and kept weights stay, everything else goes with the slots."""
-        walk = self.walk
-        for port in self.program.outputs:
-            if port.kind == "kept":
-                walk.kept[port.key] = self.gathered[port.slot]
-            elif port.kind == "saved":
-                walk.saved[port.key] = self.slots[port.slot]
-                for storage in self.slots[port.slot]:
-                    walk.hold(storage)
-            elif port.kind == "output":
-                for storage in self.slots[port.slot]:
-                    walk.hold(storage)
-                    walk.users.append(storage)
-        if self.phase == "backward":
-            walk.touch(walk.trained)
-            walk.record(self.phase, "end", "accumulate gradients", {})
-        self._free(range(len(self.slots)))
-        walk.record(self.phase, "end", f"end of {self.phase}", {})
-
-
-#: which part a storage counts to when several results live in it
-_RANK = {"saved for backward": 0, "inputs and outputs": 1, "reduction buckets": 2, "between regions": 3}
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from zcompile.planner.jobs import COMPUTE
 from zcompile.planner.simulate import Event
-from zcompile.profiling.measured import COPIES, EXPOSED, HOST, OPTIMIZER, OTHER, Span
+from zcompile.profiling.measured import COPIES, EXPOSED, HOST, OPTIMIZER, OTHER, TRANSFERS, Span
 
 if TYPE_CHECKING:
     from zcompile.planner.plan import Plan
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: how many names are shown
 MOST = 5
 
-_GATHERED = ("all_gather", "reduce_scatter", "all_reduce")
+_MOVED = ("all_gather", "reduce_scatter", "all_reduce", "offload", "reload")
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ def compare(profile: Profile, plan: Plan) -> Comparison:
     measured, found = _by_kind_and_name([span for step in steps for span in step.spans if _is_named(span)])
     measured = {kind: us / len(steps) for kind, us in measured.items()}
     rows = [Row("regions", batches * predicted["region"], measured["region"])]
-    rows += [Row(op, batches * predicted[op], measured[op]) for op in _GATHERED if predicted[op] or measured[op]]
+    rows += [Row(op, batches * predicted[op], measured[op]) for op in _MOVED if predicted[op] or measured[op]]
     rows += [
         Row(COPIES, batches * predicted["cast"], shares[COPIES]),
         Row(OPTIMIZER, predicted["optimizer"], shares[OPTIMIZER]),
-        Row(EXPOSED, batches * line.exposed_us, shares[EXPOSED]),
+        Row(EXPOSED, batches * line.exposed_us, shares[EXPOSED] + shares[TRANSFERS]),
         Row(HOST, None, shares[HOST]),
         Row(OTHER, None, shares[OTHER]),
         Row("step", batches * (line.step_us - line.optimizer_us) + line.optimizer_us, profile.step_us),
@@ -87,7 +87,7 @@ def compare(profile: Profile, plan: Plan) -> Comparison:
 
 
 def _by_kind_and_name(whats: Iterable[Event | Span]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    kinds: dict[str, float] = dict.fromkeys(("region", "cast", "optimizer", *_GATHERED), 0.0)
+    kinds: dict[str, float] = dict.fromkeys(("region", "cast", "optimizer", *_MOVED), 0.0)
     names: dict[str, list[float]] = {}
     for what in whats:
         us = what.end_us - what.start_us
@@ -98,8 +98,8 @@ def _by_kind_and_name(whats: Iterable[Event | Span]) -> tuple[dict[str, float], 
 
 
 def _is_named(what: Event | Span) -> bool:
-    """Regions, and collectives in their own streams."""
-    return what.kind == "region" if what.stream == COMPUTE else what.kind in _GATHERED
+    """Regions, and collectives and copies in their own streams."""
+    return what.kind == "region" if what.stream == COMPUTE else what.kind in _MOVED
 
 
 def _row_text(row: Row) -> str:

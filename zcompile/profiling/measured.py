@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from zcompile.planner.jobs import COMPUTE, GATHERS, GROUP, REDUCTIONS
+from zcompile.planner.jobs import COMPUTE, GATHERS, GROUP, IN, OUT, REDUCTIONS
 from zcompile.program import StepProgram
 from zcompile.runtime.clock import Mark
 from zcompile.runtime.watched import Flight, Piece, RawStep, Run
@@ -15,15 +15,16 @@ SHARES = {
     "computation": "regions",
     "collectives' copies": "casts and copies that start collectives, in the stream of computation",
     "waits for collectives": "exposed communication: computation stands still until a collective ends",
+    "waits for copies": "computation stands still until values have come from the host's memory, or gone there",
     "optimizer": "from the begin of optimizer.step() to its end",
     "other work": "of the device, outside of the compiled programs: loss, clipping, copies of inputs",
     "waits for the host": "the device has nothing to do, as the host has not issued it yet",
     "evaluation": "forwards without gradients between the steps",
 }
-COMPUTATION, COPIES, EXPOSED, OPTIMIZER, OTHER, HOST, EVALUATION = SHARES
+COMPUTATION, COPIES, EXPOSED, TRANSFERS, OPTIMIZER, OTHER, HOST, EVALUATION = SHARES
 
-#: planning's names for the streams of collectives
-_STREAMS = {"group": GROUP, "all_gather": GATHERS, "reduce_scatter": REDUCTIONS}
+#: planning's names for the streams of collectives and copies
+_STREAMS = {"group": GROUP, "all_gather": GATHERS, "reduce_scatter": REDUCTIONS, "out": OUT, "in": IN}
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class _Account:
         self.gap(piece.begin, before)
         start = self.now
         end = max(self.at(piece.end), start)
-        share = self._share(piece)
+        share = self._share(piece, flight)
         if piece.kind == "wait" and not self.on_host and flight is not None:
             arrives = start if flight.end is None else self.at(flight.end)
             end = min(end, max(start, arrives))  # what is behind that is not the collective's
@@ -173,8 +174,10 @@ class _Account:
         self.add(Span(piece.name, COMPUTE, start, end, piece.kind, phase, 0, piece.label, share, issued, region))
         self.gap(piece.end, before)
 
-    def _share(self, piece: Piece) -> str:
+    def _share(self, piece: Piece, flight: Flight | None) -> str:
         known = {"region": COMPUTATION, "optimizer": OPTIMIZER, "reduction": EXPOSED, "wait": EXPOSED}
+        if piece.kind == "wait" and flight is not None and flight.lane in ("out", "in"):
+            return TRANSFERS
         if piece.kind in known:
             return known[piece.kind]
         # a start: its copies and casts, or on an idle device the time that the host takes for it

@@ -1,4 +1,4 @@
-"""Collectives: each one started once, waited for once, on an axis that exists; nothing reads what is still pending."""
+"""Collectives and transfers: each one started once, waited for once, on an axis that exists; nothing reads what is still pending."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def check_collectives(subject: Subject) -> None:
         if ops.is_collective(node.target):
             _check_start(subject, node)
             _check_pending(subject, node)
+        elif ops.is_transfer(node.target):
+            _list_of_tensors(subject, node)
+            _check_pending(subject, node)
         elif node.target is ops.wait:
             _check_wait(subject, node)
         elif node.target is ops.unshard:
@@ -29,9 +32,7 @@ def check_collectives(subject: Subject) -> None:
 
 
 def _check_start(subject: Subject, node: fx.Node) -> None:
-    tensors: Any = node.args[0]
-    if not isinstance(tensors, (list, tuple)) or not tensors or not all(isinstance(t, fx.Node) for t in tensors):
-        subject.refuse(node, "sends something other than a list of at least one tensor")
+    tensors = _list_of_tensors(subject, node)
     _check_axis(subject, node)
     size: Any = node.args[2]
     dtypes = {meta.tensor(t).dtype for t in tensors}
@@ -44,6 +45,13 @@ def _check_start(subject: Subject, node: fx.Node) -> None:
             subject.refuse(node, f"sends %{tensor.name}, which has no dimension to divide or join")
         if node.target is ops.reduce_scatter and shape[0] % size != 0:
             subject.refuse(node, f"scatters %{tensor.name} with {shape[0]} rows over {size} ranks; pad it first")
+
+
+def _list_of_tensors(subject: Subject, node: fx.Node) -> list[fx.Node]:
+    tensors: Any = node.args[0]
+    if not isinstance(tensors, (list, tuple)) or not tensors or not all(isinstance(t, fx.Node) for t in tensors):
+        subject.refuse(node, "sends something other than a list of at least one tensor")
+    return list(tensors)
 
 
 def _check_reduce_dtype(subject: Subject, node: fx.Node, sent: torch.dtype) -> None:
@@ -82,17 +90,18 @@ def _check_pending(subject: Subject, node: fx.Node) -> None:
 
 def _check_wait(subject: Subject, node: fx.Node) -> None:
     pending: Any = node.args[0]
-    if not isinstance(pending, fx.Node) or not ops.is_collective(pending.target):
+    if not isinstance(pending, fx.Node) or not ops.is_start(pending.target):
         what = (
             f"%{pending.name}, which is {operator_name(pending.target)}"
             if isinstance(pending, fx.Node)
             else literal(pending)
         )
-        subject.refuse(node, f"waits for {what}; only a started collective is pending")
+        subject.refuse(node, f"waits for {what}; only what was started is pending")
     readers = []
     for user in node.users:
         if not edit.is_getitem(user):
             subject.refuse(user, f"reads all of %{node.name} at once; pick one result")
         readers.extend(reader for reader in user.users if reader.target is not ops.release)
     if not readers:
-        subject.refuse(pending, "is a collective whose results nobody reads; remove it with its wait and release")
+        kind, rest = ("collective", " and release") if ops.is_collective(pending.target) else ("copy", "")
+        subject.refuse(pending, f"is a {kind} whose results nobody reads; remove it with its wait{rest}")

@@ -24,5 +24,7 @@ class Fact(Enum):
     BUCKETED = "bucketed"
     #: collectives in flight stay within the lookahead and the memory limit of the policy
     PREFETCH_BOUNDED = "prefetch-bounded"
+    #: copies between the device and the host stay within the lookahead of the pass
+    OFFLOAD_BOUNDED = "offload-bounded"
     #: no random operator runs again in backward without its saved state
     RECOMPUTE_SAFE = "recompute-safe"

@@ -11,11 +11,14 @@ from torch import fx
 from zcompile.analysis.flow import Result
 from zcompile.analysis.reads import Reads
 from zcompile.ir import meta
-from zcompile.ir.graph import Grad, Graph, Kept, Origin, Param, Role, Saved, Step, Tangent
+from zcompile.ir.graph import Grad, Graph, Kept, Offloaded, Origin, Param, Role, Saved, Step, Tangent
 from zcompile.ir.handover import kept_parameter
 from zcompile.ir.printer import describe, print_node
 from zcompile.verify.inference import agree, type_name, type_of
 from zcompile.verify.subject import Subject
+
+#: what forward hands to backward
+HANDED_ON = (Saved, Kept, Offloaded)
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,12 @@ class Interface:
                 origin = _origin(node)
                 if isinstance(origin, Param):
                     params[origin.name] = (origin.shape, origin.trainable)
-                elif not isinstance(origin, (Saved, Kept)):
+                elif not isinstance(origin, HANDED_ON):
                     inputs[describe(origin)] = type_of(meta.value(node))
             for node, role in _results(graph):
                 outputs[describe(role)] = None if isinstance(role, Grad) else type_of(meta.value(node))
             sources = _Sources(graph, bits)
-            reads.update((describe(role), sources.of(node)) for node, role in graph.outputs)
+            reads.update((_key(role), sources.of(node)) for node, role in graph.outputs if not isinstance(role, Kept))
         return Interface(params, inputs, outputs, reads, bits, isinstance(target, Step))
 
     def without_dropped(self, target: Graph) -> Interface:
@@ -84,7 +87,8 @@ class Interface:
                 self._check_output(subject, node, role)
             sources = _Sources(subject.graph, bits)
             for node, role in subject.graph.outputs:
-                self._check_reads(subject, node, describe(role), sources.of(node))
+                if not isinstance(role, Kept):
+                    self._check_reads(subject, node, _key(role), sources.of(node))
         for missing in self.outputs:
             if missing not in found:
                 last = subjects[-1]
@@ -103,7 +107,7 @@ class Interface:
 
     def _check_input(self, subject: Subject, node: fx.Node) -> None:
         origin = _origin(node)
-        if isinstance(origin, (Saved, Kept)):
+        if isinstance(origin, HANDED_ON):
             return
         if isinstance(origin, Param):
             expected: Any = self.params.get(origin.name)
@@ -138,7 +142,7 @@ class Interface:
 
 def _results(graph: Graph) -> Iterator[tuple[fx.Node, Role]]:
     """What leaves the step: everything returned that backward does not take over from forward."""
-    return ((node, role) for node, role in graph.outputs if not isinstance(role, (Saved, Kept)))
+    return ((node, role) for node, role in graph.outputs if not isinstance(role, HANDED_ON))
 
 
 def _origin(node: fx.Node) -> Origin:
@@ -147,9 +151,11 @@ def _origin(node: fx.Node) -> Origin:
     return origin
 
 
-def _key(origin: Origin) -> str:
-    """The name of an input among ``reads``: a kept parameter counts as the parameter."""
-    return f"param {kept_parameter(origin)!r}" if isinstance(origin, Kept) else describe(origin)
+def _key(what: Origin | Role) -> str:
+    """The name of an input or a role among ``reads``: a kept parameter counts as the parameter, a value on the host as saved."""
+    if isinstance(what, Kept):
+        return f"param {kept_parameter(what)!r}"
+    return describe(Saved(what.name) if isinstance(what, Offloaded) else what)
 
 
 class _Sources(Reads):
@@ -165,11 +171,11 @@ class _Sources(Reads):
 
 def check_step(step: Step, forward: Subject, backward: Subject | None) -> None:
     """Check that forward hands to backward what backward takes, and that gradients and mutations belong to inputs."""
-    handed = {describe(role): node for node, role in step.forward.outputs if isinstance(role, (Saved, Kept))}
+    handed = {describe(role): node for node, role in step.forward.outputs if isinstance(role, HANDED_ON)}
     taken: dict[str, fx.Node] = {}
     for node in [] if backward is None else backward.graph.inputs:
         origin = _origin(node)
-        if isinstance(origin, (Saved, Kept)):
+        if isinstance(origin, HANDED_ON):
             taken[describe(origin)] = node
             assert backward is not None
             if describe(origin) not in handed:

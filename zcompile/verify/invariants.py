@@ -5,6 +5,7 @@ from __future__ import annotations
 from zcompile.ir.graph import Graph, Step
 from zcompile.verify import gradients, interface
 from zcompile.verify.collectives import check_collectives
+from zcompile.verify.hosted import check_hosted
 from zcompile.verify.inference import Inference
 from zcompile.verify.structure import check_structure, check_types
 from zcompile.verify.subject import Subject
@@ -31,6 +32,7 @@ def check_invariants(target: Step | Graph, inference: Inference, *, types: bool)
     subjects = [Subject(graph, params) for graph in graphs]
     for subject in subjects:
         check_collectives(subject)
+        check_hosted(subject)
         if types:
             check_types(subject, inference)
     interface.check_params_agree(subjects)

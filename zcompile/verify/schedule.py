@@ -170,6 +170,29 @@ def check_prefetch_bounded(subject: Subject, options: Mapping[str, Any]) -> None
             in_flight.pop(calls.source(node), None)
 
 
+def check_offload_bounded(subject: Subject, options: Mapping[str, Any]) -> None:
+    """Check ``offload-bounded``: at most ``lookahead`` copies each way (one, if that is 0) are in flight while a region runs.
+
+    Args:
+        subject: the graph.
+        options: of the pass that moved values: ``lookahead``.
+    """
+    in_flight: list[fx.Node] = []
+    limit = max(options.get("lookahead", 1), 1)
+    for node in subject.nodes:
+        if ops.is_transfer(node.target):
+            in_flight.append(node)
+        elif node.target is ops.wait and calls.source(node) in in_flight:
+            in_flight.remove(calls.source(node))
+        elif node.target is ops.region_call:
+            for kind in ops.TRANSFERS:
+                started = [n for n in in_flight if n.target is kind]
+                if len(started) > limit:
+                    subject.refuse(
+                        started[-1], f"is copy {len(started)} in flight at %{node.name}; lookahead allows {limit}"
+                    )
+
+
 def check_recompute_safe(subjects: list[Subject]) -> None:
     """Check ``recompute-safe``: backward draws no random numbers again that forward drew.
 

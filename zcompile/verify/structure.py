@@ -11,7 +11,7 @@ from torch import fx
 
 from zcompile import compat, ops
 from zcompile.ir import meta
-from zcompile.ir.graph import Kept, Param, Region, Saved
+from zcompile.ir.graph import Kept, Offloaded, Param, Region, Saved
 from zcompile.ir.operators import operator_name
 from zcompile.ir.printer import describe
 from zcompile.verify.inference import Inference, agree, type_name, type_of
@@ -137,7 +137,7 @@ def _check_outputs(subject: Subject) -> None:
             subject.refuse(
                 node, f"is returned as {describe(role)} but is {type_name(type_of(meta.value(node)))}, not a tensor"
             )
-        if isinstance(role, (Saved, Kept)) and subject.graph.direction.value != "forward":
+        if isinstance(role, (Saved, Kept, Offloaded)) and subject.graph.direction.value != "forward":
             subject.refuse(node, f"is returned as {describe(role)} by a {subject.graph.direction.value} graph")
 
 

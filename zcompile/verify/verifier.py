@@ -82,6 +82,8 @@ def _check_facts(subjects: list[Subject], facts: Facts) -> None:
             schedule.check_bucketed(subject, facts[Fact.BUCKETED])
         if Fact.PREFETCH_BOUNDED in facts:
             schedule.check_prefetch_bounded(subject, facts[Fact.PREFETCH_BOUNDED])
+        if Fact.OFFLOAD_BOUNDED in facts:
+            schedule.check_offload_bounded(subject, facts[Fact.OFFLOAD_BOUNDED])
     if Fact.RECOMPUTE_SAFE in facts:
         schedule.check_recompute_safe(subjects)
 

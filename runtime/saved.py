@@ -1,0 +1,79 @@
+"""What a forward leaves for its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from zcompile import compat
+from zcompile.errors import BackwardError
+from zcompile.runtime.buffers import Buffers
+from zcompile.runtime.host import HostMemory
+from zcompile.runtime.tape import Tape
+
+
+class SavedValues:
+    """What one forward left for its backward. Buffers and host memory go back when nobody needs them any more.
+
+    Args:
+        buffers: where kept ones come from.
+        host: where offloaded ones are.
+        tape: of the forward, if it was replayed: all memory is the tape's then.
+    """
+
+    def __init__(self, buffers: Buffers, host: HostMemory, tape: Tape | None) -> None:
+        self.tape = tape
+        self.values: dict[str, Any] = {}
+        self.kept: dict[str, Tensor] = {}
+        self.offloaded: dict[str, Tensor] = {}
+        if tape is not None:
+            tape.lease(self)
+            self.values, self.kept = tape.values, tape.kept
+        self.versions: list[int] = []
+        self._buffers = buffers
+        self._host = host
+
+    def of(self, kind: str) -> dict[str, Any]:
+        """The values of one kind of port, by name."""
+        return {"saved": self.values, "kept": self.kept, "offloaded": self.offloaded}[kind]
+
+    def note_versions(self) -> None:
+        """Values are as the forward left them now. A tape's are nobody else's to write to."""
+        if self.tape is None:
+            self.versions = [compat.version(v) for v in self.values.values()]
+
+    def num_bytes(self) -> int:
+        """Bytes of the memory that the values lie in, shared memory once; kept buffers do not count."""
+        storages = {s.data_ptr(): s.nbytes() for v in self.values.values() for s in [v.untyped_storage()]}
+        return sum(storages.values())
+
+    def check_versions(self) -> None:
+        """Refuse a backward whose values were written to since the forward, as autograd does.
+
+        Raises:
+            BackwardError: an argument, buffer or output that backward reads was changed in place.
+        """
+        for (name, value), version in zip(self.values.items(), self.versions, strict=self.tape is None):
+            if compat.version(value) != version:
+                raise BackwardError(
+                    f"a tensor that backward needs ('{name}', {list(value.shape)}) has been modified by an inplace operation since "
+                    "the forward: it is an argument, an output or a buffer of the model; change a clone of it"
+                )
+
+    def take_kept(self, keep: bool) -> dict[str, Tensor]:
+        """The kept buffers for a backward, which releases them: copies if another backward will come, or a tape has them."""
+        if keep or self.tape is not None:
+            return {name: self._buffers.take_copy(t) for name, t in self.kept.items()}
+        kept, self.kept = self.kept, {}
+        return kept
+
+    def give_offloaded(self) -> None:
+        """Give the host's memory back, once a backward has waited for its copies from it."""
+        self._host.give(list(self.offloaded.values()))
+        self.offloaded = {}
+
+    def __del__(self) -> None:
+        self.give_offloaded()
+        if self.kept and self.tape is None:
+            self._buffers.give(list(self.kept.values()))

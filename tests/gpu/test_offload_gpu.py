@@ -1,0 +1,192 @@
+"""Offloading on GPUs: page-locked memory, copies beside computation, states that pass through the device, training and memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.ranks import run
+from tests.gpu.test_training_gpu import JOB_LIMIT, parse
+from zcompile.program import TensorType, Transfer
+from zcompile.runtime.adamw_update import AdamWOptions, Segment, Segments, update
+from zcompile.runtime.buffers import Buffers
+from zcompile.runtime.host import HostMemory, Lanes, Mover
+from zcompile.runtime.hosted_update import HostedUpdate
+
+pytestmark = pytest.mark.gpu
+
+#: of everything here; a name other than cuda is for trying the tests themselves without a GPU
+DEVICE, BACKEND = "cuda", "inductor"
+NUM_DEVICES = torch.cuda.device_count()
+one_device = pytest.mark.skipif(DEVICE == "cuda" and NUM_DEVICES < 1, reason="needs a CUDA device")
+two_devices = pytest.mark.skipif(DEVICE == "cuda" and NUM_DEVICES < 2, reason="needs two CUDA devices")
+
+OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=1.0, maximize=False)
+NUMEL = 5 << 20
+
+ACTIVATIONS, STATES, EVERYTHING = (
+    "activations{mib=0}",
+    "optimizer{chunk_mib=0.25}",
+    "activations{mib=0}+optimizer+parameters",
+)
+WHAT = [ACTIVATIONS, STATES, "optimizer{step=cpu chunk_mib=0.25}", "parameters", EVERYTHING]
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+@one_device
+def test_memory_is_page_locked_as_long_as_it_is_held() -> None:
+    memory = HostMemory(torch.device(DEVICE))
+    flat = memory.zeros(1000, torch.float32, "something")
+    assert memory.held_bytes == 4096 and not flat.any()
+    view = flat[10:20]
+    assert view.is_pinned() == (DEVICE == "cuda")
+    del flat
+    gc.collect()
+    assert memory.held_bytes == 0
+    assert view.tolist() == [0.0] * 10, "the memory itself lives on"
+    assert not view.is_pinned()
+
+
+@one_device
+def test_values_survive_while_the_allocator_uses_their_memory_again() -> None:
+    """Many values leave and come back beside computation that allocates and overwrites as much."""
+    device = torch.device(DEVICE)
+    buffers = Buffers(device, poison=True)
+    mover = Mover(HostMemory(device), Lanes(device), buffers)
+    kind = TensorType((512, 1024), torch.float32)
+    out, back = Transfer("offload", (0,), (1,), (kind,), "out", 0), Transfer("reload", (1,), (2,), (kind,), "in", 1)
+    generator = torch.Generator(device).manual_seed(0)
+    expected: list[float] = []
+    found: list[Tensor] = []
+    for number in range(60):
+        value = torch.full((1024, 512), float(number), device=device).t()  # not contiguous
+        slots: list[Any] = [value, None, None]
+        leaving = mover.start(out, slots)
+        noise = torch.randn(2048, 2048, device=device, generator=generator) @ torch.ones(2048, 2048, device=device)
+        leaving.wait()
+        slots[0] = value = None
+        overwritten = torch.full((512, 1024), -1.0, device=device)
+        coming = mover.start(back, slots)
+        noise = noise @ noise
+        coming.wait()
+        found.append(slots[2].sum() + 0 * overwritten.sum())
+        assert slots[2].stride() == (1, 512)
+        mover.memory.give([slots[1]])
+        expected.append(512.0 * 1024 * number)
+    assert [t.item() for t in found] == expected
+    assert mover.memory.held_bytes == 2 << 20, "one block of host memory serves all"
+
+
+def flat_states() -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters and gradients, and states on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(NUMEL, generator=generator) for _ in range(4)]
+    made[3].abs_()
+    return [t.to(DEVICE) for t in made[:2]], made[2:]
+
+
+@one_device
+@pytest.mark.parametrize("step", ["device", "cpu"])
+def test_states_on_the_host_are_updated_as_those_on_the_device(step: str) -> None:
+    device = torch.device(DEVICE)
+    memory = HostMemory(device)
+    (param, grad), states = flat_states()
+    direct = [param.clone(), *(t.to(device) for t in states)]
+    hosted = [memory.zeros(NUMEL, torch.float32, "optimizer states").copy_(t) for t in states]
+    table = (Segment(0, 0, NUMEL // 2), Segment(NUMEL // 2, NUMEL // 2, NUMEL - NUMEL // 2))
+    theirs = Segments(direct[0], None, direct[1], direct[2], None, table)
+    mine = Segments(param, None, hosted[0], hosted[1], None, table)
+    hosting = HostedUpdate(device, memory, Lanes(device), step, 1 << 20)
+    for number in range(3):
+        options = AdamWOptions(**{**vars(OPTIONS), "step": float(number + 1)})
+        update([(theirs, options)], grad=grad)
+        hosting.begin()
+        hosting.update([(mine, options)], grad=grad)
+        grad = grad * 0.5
+    hosting.settle()
+    synchronize()
+    for a, b in zip((param, *hosted), direct, strict=True):
+        if step == "device":
+            assert torch.equal(a.cpu(), b.cpu())
+        else:
+            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=1e-5, atol=1e-7)
+
+
+@one_device
+@pytest.mark.skipif(DEVICE != "cuda", reason="times")
+def test_copies_go_beside_computation() -> None:
+    device = torch.device(DEVICE)
+    lanes, memory = Lanes(device), HostMemory(device)
+    source = torch.zeros(64 << 20, device=device)
+    target = memory.zeros(64 << 20, torch.float32, "something")
+    matrix = torch.randn(8192, 8192, device=device)
+
+    def compute() -> None:
+        for _ in range(10):
+            torch.mm(matrix, matrix)
+
+    def timed(copies: bool, computes: bool) -> float:
+        synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        copy = lanes.start("out", [target], [source]) if copies else None
+        if computes:
+            compute()
+        if copy is not None:
+            copy.wait()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    timed(True, True)
+    both, copies, computes = timed(True, True), timed(True, False), timed(False, True)
+    assert both < max(copies, computes) + 0.3 * min(copies, computes), (both, copies, computes)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], dict[str, Any]]:
+    return {}
+
+
+def result_of(results: dict[Any, Any], folder: Path, world_size: int, job: str) -> dict[str, Any]:
+    if (world_size, job) not in results:
+        ends = run(world_size, folder, DEVICE, BACKEND, job, limit=2 * JOB_LIMIT)
+        assert all(end.code == 0 for end in ends), "\n".join(end.output[-3000:] for end in ends)
+        results[world_size, job] = parse(ends[0])[job]
+    return results[world_size, job]
+
+
+WORLDS = [pytest.param(1, marks=one_device), pytest.param(2, marks=[two_devices, pytest.mark.dist])]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("what", WHAT)
+def test_training_equals_plain_pytorch(results: dict[Any, Any], tmp_path: Path, world_size: int, what: str) -> None:
+    reference = result_of(results, tmp_path / "plain", world_size, "plain")["losses"]
+    found = result_of(results, tmp_path / "mine", world_size, f"offload:3:{what}")
+    assert found["losses"] == pytest.approx(reference, rel=5e-5)
+    assert found["host_bytes"] == found["predicted_host_bytes"] > 0
+    assert found["states_on"] == (["cpu"] if what != ACTIVATIONS or DEVICE == "cpu" else ["cuda"])
+    assert found["gathered_live_bytes"] == 0
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("what", [ACTIVATIONS, "optimizer", EVERYTHING])
+def test_memory_falls(results: dict[Any, Any], tmp_path: Path, world_size: int, what: str) -> None:
+    """By the states at least, where these are on the host: a step still has the buffers that they pass through."""
+    without = result_of(results, tmp_path / "without", world_size, "memory:3")
+    found = result_of(results, tmp_path / "mine", world_size, f"memory:3:{what}")
+    if what == ACTIVATIONS:
+        assert found["saved_bytes"] < 0.5 * without["saved_bytes"] and found["offloaded_bytes"] > 0
+    elif DEVICE == "cuda":
+        assert found["allocated_peak"] < without["allocated_peak"] - without["optimizer_bytes"] // 2, (found, without)
+        assert found["allocated_after"] <= found["allocated_before"] + 2**20, "a step leaves nothing behind"

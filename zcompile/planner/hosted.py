@@ -1,0 +1,74 @@
+"""What offloading puts into the host's memory, and the buffers that it needs for that on the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from zcompile.offloading import Moments, Offloading
+from zcompile.planner.hardware import Hardware, hardware
+from zcompile.runtime.arenas import ArenaKey, ArenaLayout
+from zcompile.runtime.host import pages
+from zcompile.runtime.hosted_update import NUM_SLOTS, chunk_numel
+
+
+def parameter_bytes(layout: ArenaLayout) -> int:
+    """Host memory of the shards."""
+    return sum(pages(size * key.dtype.itemsize) for key, size in layout.sizes.items())
+
+
+def state_bytes(layout: ArenaLayout, indices: Iterable[int], count: int) -> int:
+    """Host memory of ``count`` states of these parameters, which lie in an arena for each of theirs."""
+    sizes: Counter[ArenaKey] = Counter()
+    for index in indices:
+        place = layout.places[index]
+        if place is not None:
+            sizes[place.key] += place.extent
+    return count * sum(pages(size * key.dtype.itemsize) for key, size in sizes.items())
+
+
+def buffer_bytes(layout: ArenaLayout, moments: Moments) -> int:
+    """Memory of the buffers that states, or parameters and gradients, pass through."""
+    largest: dict[torch.dtype, int] = {}
+    for key, size in layout.sizes.items():
+        if key.trainable:
+            largest[key.dtype] = max(size, largest.get(key.dtype, 0))
+    chunk_bytes = int(moments.chunk_mib * 2**20)
+    return sum(2 * NUM_SLOTS * chunk_numel(chunk_bytes, d, size) * d.itemsize for d, size in largest.items())
+
+
+def step_of(offloading: Offloading, machine: Hardware, bytes_per_parameter: int = 4) -> str:
+    """Where states on the host are updated: as it was asked for, or where it is faster on a machine.
+
+    On the device the states go both ways at once. On the processors gradients and parameters come and parameters go back,
+    beside what the processors read and write: 28 bytes a float32 parameter.
+    """
+    if offloading.parameters is not None:
+        return "in place"
+    moments = offloading.optimizer
+    if moments is None or moments.step != "auto":
+        return "device" if moments is None else moments.step
+    link = machine.host_link.bytes_per_s
+    device = 2 * bytes_per_parameter / link
+    processors = max(2 * bytes_per_parameter / link, 7 * bytes_per_parameter / machine.host_bytes_per_s)
+    return "cpu" if processors < device else "device"
+
+
+def step_here(offloading: Offloading, device: torch.device) -> str:
+    """``step_of`` on a device of this machine, as the known hardware that its name says, else with the default links."""
+    if device.type != "cuda":
+        return step_of(offloading, hardware("cpu-2core"))
+    name = torch.cuda.get_device_name(device).lower()
+    known = next(
+        (h for h in ("h200", "h100", "a100-80", "mi300x", "rtx4090") if h.partition("-")[0].lstrip("rtx") in name),
+        "h100",
+    )
+    return step_of(offloading, hardware(known))
+
+
+def chunks(num_params: int, moments: Moments | None) -> list[int]:
+    """Parameters of each chunk of an update, in float32."""
+    size = chunk_numel(int((moments or Moments()).chunk_mib * 2**20), torch.float32, num_params)
+    return [min(size, num_params - start) for start in range(0, num_params, size)]
