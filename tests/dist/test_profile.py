@@ -170,6 +170,27 @@ def test_slow_collectives_and_slow_ranks_are_exposed_communication(ranks: Pools)
     ranks(2, finds_what_is_slow)
 
 
+def sees_hidden_ones() -> None:
+    """Collectives that are under way while a region takes long have ended before anyone waits for them."""
+    model, optimizer = compiled(stage=3, policy="bucket{mib=0},prefetch")
+    steps(model, optimizer, 1)
+    bodies = model._session.latest.program.forward.bodies
+    name, body = next(iter(bodies.items()))
+    bodies[name] = lambda args: (time.sleep(PAUSE), body(args))[1]
+    profile = profiled(model, optimizer)
+    for step in profile.steps:
+        long = next(s for s in step.spans if s.kind == "region" and s.us >= FOUND * 1e6)
+        waits = {s.label: s for s in step.spans if s.kind == "wait" and s.phase == "forward"}
+        beside = [s for s in step.collectives() if s.phase == "forward" and s.start_us <= long.start_us < waits[s.label].start_us]
+        assert beside, "something is gathered ahead"
+        for span in beside:
+            assert span.end_us <= waits[span.label].start_us
+
+
+def test_hidden_collectives_end_before_their_waits(ranks: Pools) -> None:
+    ranks(2, sees_hidden_ones)
+
+
 def finds_pauses() -> None:
     model, optimizer = compiled(stage=2)
     steps(model, optimizer, 1)
