@@ -99,6 +99,16 @@ def test_out_of_memory_is_predicted() -> None:
     assert largest in str(over).split("most of it: ")[1].splitlines()[0]
 
 
+def test_what_does_not_fit_is_told_at_least_what_saves_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little time there is for changes."""
+    monkeypatch.setattr("zcompile.planner.advice.BUDGET_S", 0.0)
+    roomy = make()
+    tight = dataclasses.replace(roomy.hardware, device_memory_bytes=roomy.memory.peak_bytes - 1)
+    over = make(advise=True, hardware=tight)
+    assert not over.fits and [a.change for a in over.tried] == ["recompute='full'"]
+    assert not make(advise=True).tried
+
+
 def test_advice_is_what_another_plan_says(plan: Plan) -> None:
     assert plan.tried and set(map(id, plan.advice)) <= set(map(id, plan.tried))
     changed = {a.change: a for a in plan.tried}

@@ -16,7 +16,8 @@ from zcompile.passes.memory.chunk_loss import LOGITS_RETURNED
 from zcompile.planner.plan import Advice, Plan
 from zcompile.planner.trace import as_call
 
-#: seconds of computation that planning changes may take, beside one that is under way
+#: seconds of computation of this process that planning changes may take, beside one that is under way: a busy machine gives no less
+#: advice
 BUDGET_S = 20.0
 
 #: most changes that are shown
@@ -33,23 +34,23 @@ OFFLOADS = ("activations", "optimizer", "activations+optimizer+parameters")
 Replan = Callable[[dict[str, Any]], Plan]
 
 
-def advise(plan: Plan, replan: Replan, *, capture_s: float, budget_s: float = BUDGET_S) -> Plan:
+def advise(plan: Plan, replan: Replan, *, capture_s: float) -> Plan:
     """The plan with advice.
 
     Args:
         plan: without advice.
         replan: plans again with other options; ``example_inputs`` among them means another capture.
         capture_s: what a capture takes: one that would pass the budget is not made.
-        budget_s: seconds for all of it, of this process's computation: a busy machine gives no less advice.
     """
-    end = time.process_time() + budget_s
+    end = time.process_time() + BUDGET_S
     tried: list[Advice] = []
     skipped: list[str] = []
     for change, options in _changes(plan):
         if "world_size" in options and any(a.fits and "world_size" in a.options for a in tried):
             continue  # fewer ranks do
         captures = "example_inputs" in options
-        if time.process_time() + (capture_s if captures else 0) > end:
+        # one at least: whose step does not fit gets an answer, however large it is
+        if (tried or plan.fits) and time.process_time() + (capture_s if captures else 0) > end:
             skipped.append(change)
             continue
         try:
@@ -90,41 +91,40 @@ def _ranks(plan: Plan, advice: Advice) -> int:
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What to try, in this order."""
-    config = plan.traced.config
+    """What to try, in this order: to make a step fit, what saves most first, since time may end."""
+    config, batch = plan.traced.config, plan.batch
     for stage in (3, 2, 1, 0):
         if stage != config.stage and plan.world_size > 1 and (not plan.fits) <= (stage > config.stage):
             yield f"stage {stage}", {"stage": stage}
-    if plan.world_size > 1:
-        policies = (
-            ["keep{units=0},bucket{mib=0},prefetch", "none"]
-            if not plan.fits
-            else ["keep{units=2},prefetch{lookahead=2}", "bucket{mib=0},prefetch", "prefetch{lookahead=2}"]
+    if plan.fits:
+        yield from _policies(
+            plan, "keep{units=2},prefetch{lookahead=2}", "bucket{mib=0},prefetch", "prefetch{lookahead=2}"
         )
-        for policy in policies:
-            if policy != config.policy:
-                yield f"policy '{policy}'", {"policy": policy}
-    batch = plan.batch
-    if not plan.fits:
-        for mode in RECOMPUTE[::-1] if config.recompute is None else ():
-            yield f"recompute='{mode}'", {"recompute": mode}
-        if config.loss_chunk == "none":
-            yield "loss_chunk='auto'", {"loss_chunk": "auto"}
-        elif config.loss_chunk == "auto" and any(
-            LOGITS_RETURNED in what for e in plan.traced.history for what in e.stats
-        ):
-            yield "loss_chunk='256MiB', with None for logits", {"loss_chunk": "256MiB"}
-        for kinds in OFFLOADS if config.offload is None else ():
-            yield f"offload='{kinds}'", {"offload": kinds}
-        for double in range(1, 5 if config.stage else 1):
-            world = plan.world_size << double
-            yield f"{world} ranks", {"world_size": world}
-        if batch > 1:
-            yield f"micro-batch {batch // 2}", {"example_inputs": batch // 2}
-            if batch > 2:
-                yield "micro-batch 1", {"example_inputs": 1}
-    elif batch:
-        yield f"micro-batch {2 * batch}", {"example_inputs": 2 * batch}
+        if batch:
+            yield f"micro-batch {2 * batch}", {"example_inputs": 2 * batch}
+        return
+    for mode in RECOMPUTE if config.recompute is None else ():
+        yield f"recompute='{mode}'", {"recompute": mode}
+    if config.loss_chunk == "none":
+        yield "loss_chunk='auto'", {"loss_chunk": "auto"}
+    elif config.loss_chunk == "auto" and any(LOGITS_RETURNED in what for e in plan.traced.history for what in e.stats):
+        yield "loss_chunk='256MiB', with None for logits", {"loss_chunk": "256MiB"}
+    for kinds in OFFLOADS if config.offload is None else ():
+        yield f"offload='{kinds}'", {"offload": kinds}
+    for double in range(1, 5 if config.stage else 1):
+        world = plan.world_size << double
+        yield f"{world} ranks", {"world_size": world}
+    if batch > 1:
+        yield f"micro-batch {batch // 2}", {"example_inputs": batch // 2}
+        if batch > 2:
+            yield "micro-batch 1", {"example_inputs": 1}
+    yield from _policies(plan, "keep{units=0},bucket{mib=0},prefetch", "none")
+
+
+def _policies(plan: Plan, *policies: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for policy in policies:
+        if plan.world_size > 1 and policy != plan.traced.config.policy:
+            yield f"policy '{policy}'", {"policy": policy}
 
 
 def with_batch(example_inputs: Any, rows: int) -> Any:
