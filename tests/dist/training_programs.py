@@ -210,7 +210,7 @@ def interrupted(p: Program) -> None:
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.alarm(1)
     else:
-        time.sleep(2.0)
+        time.sleep(6.0)  # also on a machine that lets the other wait for seconds
     p.steps()
 
 
