@@ -20,8 +20,8 @@ FIND_PYTHON = for python in python3 python3.13 python3.12 python3.11; do \
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
-# Tests of ranks that disagree, die or leave: they wait for time limits and compute next to nothing.
-WAITS := tests/dist/test_ranks.py tests/dist/test_endings.py tests/dist/test_divergence.py tests/runtime/ranks/test_agreement.py
+# Tests of ranks that disagree, die or leave, and of programs that measure them: they wait, and compute little.
+WAITS := tests/benchmarks tests/dist/test_ranks.py tests/dist/test_endings.py tests/dist/test_divergence.py tests/runtime/ranks/test_agreement.py
 
 .PHONY: demo test test-ranks test-waits test-rest gpu-test lint format install
 .DEFAULT_GOAL := test
