@@ -207,10 +207,11 @@ def interrupted(p: Program) -> None:
     """Ctrl-C reaches one rank, which waits for the other."""
     p.trained()
     if p.is_odd:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.alarm(1)
     else:
-        time.sleep(6.0)  # also on a machine that lets the other wait for seconds
+        time.sleep(2.0)
     p.steps()
 
 
