@@ -36,7 +36,6 @@ DEVICE_BOUND = "the host issues it faster than the device runs it"
 #: what a forward leaves for its backward
 _LEFT = ("saved", "kept")
 
-
 #: gives what a program reads at a port
 Read = Callable[[Port], Tensor]
 

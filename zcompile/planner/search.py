@@ -24,7 +24,7 @@ from zcompile.pipeline import Pass
 from zcompile.planner.engine import run
 from zcompile.planner.issue import Costs, bucket_of, local_params
 from zcompile.planner.jobs import Bucket, Issuer
-from zcompile.planner.simulate import REPLAY_SHARE, simulate
+from zcompile.planner.simulate import REPLAY_SHARE, can_replay, simulate
 from zcompile.planner.unscheduled import Unscheduled
 
 # The best spec. -------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def optimum(base: Unscheduled, costs: Costs, *, limit_bytes: float = math.inf) -
         update.update(local_params(base.step))
     last_us = sum(j.duration_us for j in update.jobs), sum(j.host_us for j in update.jobs)
     # a step that the host would hold up is replayed, and then it holds up no more than so much
-    share = 1.0 if costs.hardware.host.blocks or base.step.backward is None else REPLAY_SHARE
+    share = REPLAY_SHARE if can_replay(base.step, costs.hardware) else 1.0
     forward, backward = search.chains[0], search.chains[1] if len(search.chains) > 1 else None
     keepable = [] if backward is None else [g.params for g in backward.gathers if g.params <= forward.names]
     best: Optimum | None = None

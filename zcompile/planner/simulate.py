@@ -135,11 +135,16 @@ def simulate(
     jobs = step_jobs(step, costs, world_size, optimizer=optimizer, offloading=offloading)
     issued = timeline(jobs)
     moves = offloading is not None and offloading.moves_in_steps
-    if cuda_graphs is False or hardware.host.blocks or step.backward is None or moves:
+    if cuda_graphs is False or moves or not can_replay(step, hardware):
         return issued
     if cuda_graphs is None and issued.bounds.host_us < HOST_BOUND * issued.step_us:
         return issued
     return replace(timeline(replayed(jobs)), replayed=True)
+
+
+def can_replay(step: Step, hardware: Hardware) -> bool:
+    """Whether a step may be CUDA graphs on a machine, if nothing of it moves to the host and back."""
+    return step.backward is not None and not hardware.host.blocks
 
 
 def replayed(jobs: Sequence[Job]) -> list[Job]:
