@@ -184,6 +184,8 @@ class Tapes:
             return self.paused
         tape = self._tape
         if tape is not None and tape.step is step and not tape.forward.holds(read):
+            if not tape.is_free():
+                return IN_USE
             self.close()
             tape = None
         if tape is None:

@@ -66,6 +66,9 @@ class Again:
         return 0
 
     def close(self) -> None:
+        for tensor in self.left:
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))  # the memory is somebody else's then
         self.left = []
 
 
@@ -310,6 +313,28 @@ def changes_buffers(stage: int) -> None:
 
 def test_buffers_are_written_and_replaced(ranks: Pools) -> None:
     ranks(2, changes_buffers, stage=2)
+
+
+def replaces_before_backward(stage: int) -> None:
+    models, optimizers, _ = twins(stage, Counting)
+    for step in range(STEPS):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            first = model(mine(step))["loss"]
+            if step == WARM_STEPS:
+                model.scale = torch.full((7,), 2.0)
+                first = first + model(mine(50))["loss"]
+            first.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(first.detach())
+        same(*losses, f"losses of step {step}")
+        same_everywhere(models, f"after step {step}")
+
+
+def test_a_buffer_is_replaced_between_a_forward_and_its_backward(ranks: Pools) -> None:
+    """The second forward may not give away what the first one left."""
+    ranks(2, replaces_before_backward, stage=3)
 
 
 class Refuses(Again):
