@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from zcompile import compat
+
 T = TypeVar("T")
 
 
@@ -70,7 +72,7 @@ class CudaRecorder:
         collects = gc.isenabled()
         gc.disable()  # it could free what belongs to the device in the middle of a recording
         try:
-            with torch.cuda.stream(self._stream):
+            with compat.no_workspaces(), torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = body()

@@ -749,6 +749,20 @@ def foreach_unscale(targets: list[torch.Tensor], found: torch.Tensor, factor: to
     torch._amp_foreach_non_finite_check_and_unscale_(targets, found, factor)
 
 
+@contextlib.contextmanager
+def no_workspaces() -> Iterator[None]:
+    """Matrix products keep no memory of their own from before the body, and none that they take inside of it.
+
+    cuBLAS has a workspace for each stream, which lives as long as the process. One that a recording writes to must belong to it:
+    from before, it could be given back under the recording; from inside, it would hold the recording's memory for ever.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def lock_pages(memory: torch.Tensor) -> int:
     """Page-lock memory on the host for every CUDA context; 0, or CUDA's error.
 

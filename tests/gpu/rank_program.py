@@ -2,8 +2,8 @@
 
 Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``fp16:STAGE``, with loss scaling; ``memory:STAGE``;
 ``offload:STAGE:WHAT`` and ``memory:STAGE:WHAT``, with that on the host; ``raises``; ``killed``; ``asking``, a model that cannot be
-replayed; ``profile``. ``stage``, ``raises``, ``killed`` and ``profile`` take ``:peers``, for buckets of every size by the copy
-engines, ``:graphs``, for steps that are replayed, or ``:peers+graphs``.
+replayed; ``closed``, models that were; ``profile``. ``stage``, ``raises``, ``killed`` and ``profile`` take ``:peers``, for buckets of
+every size by the copy engines, ``:graphs``, for steps that are replayed, or ``:peers+graphs``.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def fp16(device: torch.device, backend: str, number: str) -> dict[str, Any]:
 def memory(device: torch.device, backend: str, number: str, what: str | None = None) -> dict[str, Any]:
     """What a larger model holds and takes at most, after two steps; interpreted, to be quick."""
     gc.collect()  # models of other jobs are parts of cycles
-    model, optimizer = compiled(LARGE, device, "eager", int(number), None, offload=what)
+    model, optimizer = compiled(LARGE, device, "eager", int(number), None, offload=what, cuda_graphs=False)
     train(model, optimizer, model.clip_grad_norm_, LARGE, range(RANK, RANK + 1), device, steps=2)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -220,6 +220,20 @@ def memory(device: torch.device, backend: str, number: str, what: str | None = N
     }
     zcompile.unwrap(model)
     return result
+
+
+def closed(device: torch.device, backend: str) -> dict[str, Any]:
+    """What models that were replayed leave, one after the other."""
+    left, replays = [], 0
+    for _ in range(3):
+        model, optimizer = compiled(SMALL, device, backend, 3, None, cuda_graphs=True)
+        train(model, optimizer, model.clip_grad_norm_, SMALL, range(RANK, RANK + 1), device, steps=5)
+        replays += model.report().replays
+        model.close()
+        del model, optimizer
+        gc.collect()
+        left.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
+    return {"left": left, "replays": replays}
 
 
 @torch.library.custom_op("zcompile_tests::asking", mutates_args=())
@@ -358,6 +372,7 @@ def run_job(job: str, device: torch.device, backend: str) -> dict[str, Any]:
         "fp16": fp16,
         "memory": memory,
         "asking": asks,
+        "closed": closed,
         "profile": profiles,
         "offload": offload,
     }

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "gpu" / "rank_program.py"
+
+JOB_LIMIT = 60.0  # seconds for each job, compilation included, and the same again to start
 
 
 @dataclass(frozen=True)
@@ -67,3 +74,54 @@ def run(world_size: int, folder: Path, *arguments: str, limit: float, grace: flo
         Ended(log.read_text(), process.returncode, ends.get(rank, seconds))
         for rank, (process, log) in enumerate(zip(processes, logs, strict=True))
     ]
+
+
+class Results:
+    """All jobs of a world size, run in as few sets of processes as failures allow, when first asked for.
+
+    Args:
+        folder: of logs.
+        device: kind of device.
+        backend: that lowers.
+        jobs: of ``rank_program.py``, on so many ranks.
+    """
+
+    def __init__(self, folder: Path, device: str, backend: str, jobs: Callable[[int], Sequence[str]]) -> None:
+        self._folder, self._device, self._backend, self._jobs = folder, device, backend, jobs
+        self._results: dict[int, dict[str, Any]] = {}
+
+    def of(self, world_size: int, job: str) -> dict[str, Any]:
+        if world_size not in self._results:
+            self._results[world_size] = self._run(world_size)
+        result = self._results[world_size][job]
+        if isinstance(result, str):
+            pytest.fail(f"{job} on {world_size} ranks did not finish:\n{result}")
+        return result
+
+    def _run(self, world_size: int) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        waiting, number = list(self._jobs(world_size)), 0
+        while waiting:
+            number += 1
+            ends = run(
+                world_size,
+                self._folder / f"{world_size}_{number}",
+                self._device,
+                self._backend,
+                *waiting,
+                limit=JOB_LIMIT * (1 + len(waiting)) / 2,
+            )
+            results |= parse(ends[0])
+            if all(end.code == 0 for end in ends):
+                break
+            waiting = waiting[len([job for job in waiting if job in results]) :]
+            if waiting:  # the first one left is the one that failed; the others start anew without it
+                results[waiting.pop(0)] = "\n".join(
+                    f"--- rank {r}: exit code {e.code}\n{e.output[-3000:]}" for r, e in enumerate(ends)
+                )
+        return results
+
+
+def parse(end: Ended) -> dict[str, Any]:
+    lines = [json.loads(line.removeprefix("RESULT ")) for line in end.output.splitlines() if line.startswith("RESULT ")]
+    return {line.pop("job"): line for line in lines}

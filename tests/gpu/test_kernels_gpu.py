@@ -78,7 +78,8 @@ def test_a_captured_launch_takes_new_numbers(device: torch.device) -> None:
         launch.run(Scaling())  # noqa: F405
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # the stream that torch takes by default belongs to the device that was current when the first graph was captured
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
             launch.run(Scaling())  # noqa: F405
         launch.set_options([OTHER])  # noqa: F405
         graph.replay()
@@ -134,7 +135,8 @@ def test_linear_cross_entropy_is_captured_in_a_cuda_graph(device: torch.device) 
         want = both()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # the stream that torch takes by default belongs to the device that was current when the first graph was captured
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
             have = both()
         graph.replay()
         torch.cuda.synchronize()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.ranks import run
-from tests.gpu.test_training_gpu import JOB_LIMIT, parse
+from tests.gpu.ranks import Results
 from zcompile.program import TensorType, Transfer
 from zcompile.runtime.adamw_update import AdamWOptions, Segment, Segments, update
 from zcompile.runtime.buffers import Buffers
@@ -35,6 +33,7 @@ ACTIVATIONS, STATES, EVERYTHING = (
     "activations{mib=0}+optimizer+parameters",
 )
 WHAT = [ACTIVATIONS, STATES, "optimizer{step=cpu chunk_mib=0.25}", "parameters", EVERYTHING]
+LESS_MEMORY = [ACTIVATIONS, "optimizer", EVERYTHING]
 
 
 def synchronize() -> None:
@@ -44,6 +43,7 @@ def synchronize() -> None:
 
 @one_device
 def test_memory_is_page_locked_as_long_as_it_is_held() -> None:
+    torch.zeros(1, device=DEVICE)  # torch knows of page-locked memory when it has begun to use the device
     memory = HostMemory(torch.device(DEVICE))
     flat = memory.zeros(1000, torch.float32, "something")
     assert memory.held_bytes == 4096 and not flat.any()
@@ -118,7 +118,7 @@ def test_states_on_the_host_are_updated_as_those_on_the_device(step: str) -> Non
         if step == "device":
             assert torch.equal(a.cpu(), b.cpu())
         else:
-            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=1e-5, atol=5e-7)  # a few roundings of numbers near one
 
 
 @one_device
@@ -126,9 +126,9 @@ def test_states_on_the_host_are_updated_as_those_on_the_device(step: str) -> Non
 def test_copies_go_beside_computation() -> None:
     device = torch.device(DEVICE)
     lanes, memory = Lanes(device), HostMemory(device)
-    source = torch.zeros(64 << 20, device=device)
-    target = memory.zeros(64 << 20, torch.float32, "something")
-    matrix = torch.randn(8192, 8192, device=device)
+    source = torch.zeros(256 << 20, device=device)
+    target = memory.zeros(256 << 20, torch.float32, "something")
+    matrix = torch.randn(4096, 4096, device=device)  # ten products take about as long as a copy of 1 GiB
 
     def compute() -> None:
         for _ in range(10):
@@ -152,17 +152,15 @@ def test_copies_go_beside_computation() -> None:
     assert both < max(copies, computes) + 0.3 * min(copies, computes), (both, copies, computes)
 
 
+def jobs(world_size: int) -> list[str]:
+    """Everything that runs on so many ranks."""
+    training = [f"offload:3:{what}" for what in WHAT]
+    return ["plain", *training, "memory:3", *(f"memory:3:{what}" for what in LESS_MEMORY)]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], dict[str, Any]]:
-    return {}
-
-
-def result_of(results: dict[Any, Any], folder: Path, world_size: int, job: str) -> dict[str, Any]:
-    if (world_size, job) not in results:
-        ends = run(world_size, folder, DEVICE, BACKEND, job, limit=2 * JOB_LIMIT)
-        assert all(end.code == 0 for end in ends), "\n".join(end.output[-3000:] for end in ends)
-        results[world_size, job] = parse(ends[0])[job]
-    return results[world_size, job]
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(tmp_path_factory.mktemp("offload"), DEVICE, BACKEND, jobs)
 
 
 WORLDS = [pytest.param(1, marks=one_device), pytest.param(2, marks=[two_devices, pytest.mark.dist])]
@@ -170,9 +168,9 @@ WORLDS = [pytest.param(1, marks=one_device), pytest.param(2, marks=[two_devices,
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("what", WHAT)
-def test_training_equals_plain_pytorch(results: dict[Any, Any], tmp_path: Path, world_size: int, what: str) -> None:
-    reference = result_of(results, tmp_path / "plain", world_size, "plain")["losses"]
-    found = result_of(results, tmp_path / "mine", world_size, f"offload:3:{what}")
+def test_training_equals_plain_pytorch(results: Results, world_size: int, what: str) -> None:
+    reference = results.of(world_size, "plain")["losses"]
+    found = results.of(world_size, f"offload:3:{what}")
     assert found["losses"] == pytest.approx(reference, rel=5e-5)
     assert found["host_bytes"] == found["predicted_host_bytes"] > 0
     assert found["states_on"] == (["cpu"] if what != ACTIVATIONS or DEVICE == "cpu" else ["cuda"])
@@ -180,11 +178,11 @@ def test_training_equals_plain_pytorch(results: dict[Any, Any], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("what", [ACTIVATIONS, "optimizer", EVERYTHING])
-def test_memory_falls(results: dict[Any, Any], tmp_path: Path, world_size: int, what: str) -> None:
+@pytest.mark.parametrize("what", LESS_MEMORY)
+def test_memory_falls(results: Results, world_size: int, what: str) -> None:
     """By the states at least, where these are on the host: a step still has the buffers that they pass through."""
-    without = result_of(results, tmp_path / "without", world_size, "memory:3")
-    found = result_of(results, tmp_path / "mine", world_size, f"memory:3:{what}")
+    without = results.of(world_size, "memory:3")
+    found = results.of(world_size, f"memory:3:{what}")
     if what == ACTIVATIONS:
         assert found["saved_bytes"] < 0.5 * without["saved_bytes"] and found["offloaded_bytes"] > 0
     elif DEVICE == "cuda":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.ranks import Ended, run
+from tests.gpu.ranks import Results, run
 
 pytestmark = pytest.mark.gpu
 
@@ -38,10 +37,8 @@ def training_jobs(world_size: int) -> list[str]:
 def jobs(world_size: int) -> list[str]:
     """Everything that runs on so many ranks, whatever fails in between."""
     others = [f"{kind}:{stage}" for kind in ("memory", "fp16") for stage in STAGES[world_size]]
-    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *others, *PROFILES[world_size], "asking"]
+    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *others, *PROFILES[world_size], "asking", "closed"]
 
-
-JOB_LIMIT = 60.0  # seconds for each job, compilation included, and the same again to start
 
 NEEDS = {
     1: [pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device")],
@@ -58,53 +55,9 @@ def worlds(names: str, cases: Callable[[int], Iterable[Any]]) -> pytest.MarkDeco
 two_devices = pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")
 
 
-class Results:
-    """All jobs of a world size, run in as few sets of processes as failures allow, when first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._results: dict[int, dict[str, Any]] = {}
-
-    def of(self, world_size: int, job: str) -> dict[str, Any]:
-        if world_size not in self._results:
-            self._results[world_size] = self._run(world_size)
-        result = self._results[world_size][job]
-        if isinstance(result, str):
-            pytest.fail(f"{job} on {world_size} ranks did not finish:\n{result}")
-        return result
-
-    def _run(self, world_size: int) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        waiting, number = jobs(world_size), 0
-        while waiting:
-            number += 1
-            ends = run(
-                world_size,
-                self._folder / f"{world_size}_{number}",
-                DEVICE,
-                BACKEND,
-                *waiting,
-                limit=JOB_LIMIT * (1 + len(waiting)) / 2,
-            )
-            results |= parse(ends[0])
-            if all(end.code == 0 for end in ends):
-                break
-            waiting = waiting[len([job for job in waiting if job in results]) :]
-            if waiting:  # the first one left is the one that failed; the others start anew without it
-                results[waiting.pop(0)] = "\n".join(
-                    f"--- rank {r}: exit code {e.code}\n{e.output[-3000:]}" for r, e in enumerate(ends)
-                )
-        return results
-
-
-def parse(end: Ended) -> dict[str, Any]:
-    lines = [json.loads(line.removeprefix("RESULT ")) for line in end.output.splitlines() if line.startswith("RESULT ")]
-    return {line.pop("job"): line for line in lines}
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(tmp_path_factory.mktemp("gpu"))
+    return Results(tmp_path_factory.mktemp("gpu"), DEVICE, BACKEND, jobs)
 
 
 def distance(losses: list[float], reference: list[float]) -> float:
@@ -143,7 +96,7 @@ def test_fp16_with_loss_scaling(results: Results, world_size: int, stage: int) -
     assert result["changed_by_skipped_steps"] == 0
 
 
-@worlds("job", lambda w: [job for job in jobs(w)[2:] if not job.startswith(("fp16", "asking"))])
+@worlds("job", lambda w: [job for job in jobs(w)[2:] if not job.startswith(("fp16", "asking", "closed"))])
 def test_nothing_stays_gathered_after_a_step(results: Results, world_size: int, job: str) -> None:
     assert results.of(world_size, job)["gathered_live_bytes"] == 0
 
@@ -177,6 +130,14 @@ def test_what_cannot_be_replayed_trains(results: Results, world_size: int, job: 
     result = results.of(world_size, job)
     assert result["replays"] == 0
     assert result["losses"] == pytest.approx(result["plain"], rel=1e-5)
+
+
+@worlds("job", lambda w: ["closed"])
+def test_models_that_were_replayed_leave_no_memory(results: Results, world_size: int, job: str) -> None:
+    result = results.of(world_size, job)
+    assert result["replays"] == 3 * 3
+    first, *others = result["left"]
+    assert max(others) <= first + 2**20, result["left"]
 
 
 @worlds("job", PROFILES.__getitem__)

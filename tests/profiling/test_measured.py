@@ -116,6 +116,14 @@ def test_gaps_are_the_hosts_where_the_device_is_idle_and_other_work_where_it_is_
     ]
 
 
+def test_a_device_may_wake_slowly_from_a_long_pause() -> None:
+    """The host told it so late that what it may still have had to do is little beside the gap."""
+    region = Piece("r", "region", "forward_0", mark(1000), mark(1100))
+    for told_us, share in ((200_000, HOST), (100_000, OTHER)):
+        step = account(run(mark(1000), mark(1100), [region]), end=mark(201_100, told_us + 1_000))
+        assert step.shares[share] == 200_000
+
+
 def test_a_start_on_an_idle_device_is_the_hosts() -> None:
     flights = {0: Flight("group", idle(1065), mark(1100))}
     pieces = [

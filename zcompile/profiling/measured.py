@@ -134,7 +134,7 @@ class _Account:
         """What lies between the last piece and a moment: the device's other work if it still has some then, else idleness."""
         end = self.at(mark)
         if end > self.now:
-            share = HOST if mark.is_idle else OTHER
+            share = HOST if mark.is_idle(end - self.now) else OTHER
             self.add(Span("gap", COMPUTE, self.now, end, "gap", phase, label=f"{share} ({phase})", share=share))
 
     def add(self, span: Span) -> None:
@@ -165,7 +165,7 @@ class _Account:
         self.gap(piece.begin, before)
         start = self.now
         end = max(self.at(piece.end), start)
-        share = self._share(piece, flight)
+        share = self._share(piece, flight, end - start)
         if piece.kind == "wait" and not self.on_host and flight is not None:
             arrives = start if flight.end is None else self.at(flight.end)
             end = min(end, max(start, arrives))  # what is behind that is not the collective's
@@ -174,14 +174,14 @@ class _Account:
         self.add(Span(piece.name, COMPUTE, start, end, piece.kind, phase, 0, piece.label, share, issued, region))
         self.gap(piece.end, before)
 
-    def _share(self, piece: Piece, flight: Flight | None) -> str:
+    def _share(self, piece: Piece, flight: Flight | None, us: float) -> str:
         known = {"region": COMPUTATION, "optimizer": OPTIMIZER, "reduction": EXPOSED, "wait": EXPOSED}
         if piece.kind == "wait" and flight is not None and flight.lane in ("out", "in"):
             return TRANSFERS
         if piece.kind in known:
             return known[piece.kind]
         # a start: its copies and casts, or on an idle device the time that the host takes for it
-        return COPIES if self.on_host or not piece.end.is_idle else HOST
+        return COPIES if self.on_host or not piece.end.is_idle(us) else HOST
 
     def flight(self, piece: Piece, flight: Flight, wait: Piece, phase: str) -> None:
         """A collective in its stream, where it comes behind the one before it."""
