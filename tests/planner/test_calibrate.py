@@ -15,6 +15,7 @@ from zcompile.planner.hardware import hardware
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_SIDES", {"cpu": (16, 64, 128), "cuda": (256, 1024)})
     monkeypatch.setattr(calibrate, "_COPIES", {"cpu": (1 << 12, 1 << 16, 1 << 20), "cuda": (1 << 17, 1 << 27)})
+    monkeypatch.setattr(calibrate, "_LARGE", {"cpu": 1 << 18, "cuda": 1 << 26})
     monkeypatch.setattr(calibrate, "_SECONDS", 0.01)
 
 
@@ -34,6 +35,9 @@ def test_a_calibration_describes_this_machine(quick: None, tmp_path: Path, capsy
         assert max(share for _, share in found.efficiency["matmul"]) == 1
         assert 1e8 < found.peak_flops["f32"] < 1e14 and 1e8 < found.memory_bytes_per_s < 1e13
         assert 0.01 < found.kernel_us < 1e4
+        assert 1e8 < found.host_link.bytes_per_s < 1e13 and found.host_link.latency_us < 1e4
+        assert 1e8 < found.host_bytes_per_s < 1e13
+        assert 0 < found.host_memory_bytes <= found.device_memory_bytes
 
 
 def test_a_clock_measures_what_work_takes() -> None:

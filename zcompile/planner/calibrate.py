@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from zcompile import compat
 from zcompile.planner.hardware import Curve, Hardware, Host, Link, hardware
+from zcompile.runtime import peers
+from zcompile.runtime.host import free_bytes, ranks_here
 
 #: sides of the square matmuls that are timed
 _SIDES = {"cpu": (32, 128, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
@@ -19,6 +21,10 @@ _SIDES = {"cpu": (32, 128, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192
 _COPIES = {"cpu": (1 << 16, 1 << 20, 1 << 26), "cuda": (1 << 17, 1 << 20, 1 << 24, 1 << 27, 1 << 30)}
 #: full bytes of the gathers that are timed
 _GATHERS = {"cpu": (1 << 10, 1 << 22), "cuda": (1 << 16, 1 << 28)}
+#: bytes of the copies between device and host, and between devices, whose bandwidth is taken
+_LARGE = {"cpu": 1 << 22, "cuda": 1 << 28}
+#: and of those whose latency is
+_SMALL = 1 << 10
 #: seconds that repetitions of one measurement take, at least
 _SECONDS = 0.1
 #: in how many parts
@@ -54,7 +60,8 @@ class Clock:
 
 
 def calibrate(device: torch.device, name: str) -> Hardware:
-    """Measure a device; takes a few seconds. With a process group of two ranks or more, collectives as well, on every rank.
+    """Measure a device and its host; takes a few seconds. With a process group of two ranks or more, collectives as well, on every
+    rank.
 
     What is not measured (attention, convolutions, what a region call costs the host, slowdown by collectives) is taken from the
     description that comes with zcompile and is nearest, and ``sources`` says so.
@@ -77,12 +84,16 @@ def calibrate(device: torch.device, name: str) -> Hardware:
         kernel_us=launch_us if kind == "cpu" else near.kernel_us,
         efficiency={**near.efficiency, "matmul": _shares(best, peaks["bf16"]), "memory": _shares(copies, bandwidth)},
         host=near.host if kind == "cpu" else _scaled_host(near.host, launch_us),
+        host_link=_host_link(clock, _LARGE[kind]),
+        host_memory_bytes=free_bytes() // _ranks_here(),
+        host_bytes_per_s=_host_bytes_per_s(_LARGE[kind]),
         sources=f"Measured by doctor --calibrate on {_describe(device)}, torch {torch.__version__}: matmul rates by size, memory "
-        f"bandwidth by size, cost of a launch ({launch_us:.1f} us). The highest rate measured stands for the peak.",
+        f"bandwidth by size, cost of a launch ({launch_us:.1f} us), the host's link and memory. The highest rate measured stands for the peak.",
     )
     rest = "attention, convolutions, host times of calls and collectives, reserve, slowdown beside collectives, network"
     if dist.is_initialized() and dist.get_world_size() > 1:
         measured = _with_links(measured, clock, _GATHERS[kind])
+        measured = replace(measured, copies=_peer_copies(clock, _LARGE[kind], near.copies))
     else:
         rest += ", links"
     return replace(measured, sources=f"{measured.sources} Taken over from {near.name}: {rest}.")
@@ -149,10 +160,53 @@ def _with_links(measured: Hardware, clock: Clock, sizes: Sequence[int]) -> Hardw
         devices_per_node=max(world_size, measured.devices_per_node),
         node=Link(latency / 2 / (world_size - 1), 1e6 / slope),
         collective_us=latency / 2,
-        copies=None,
         sources=f"{measured.sources} All-gathers over {world_size} ranks ({dist.get_backend()}), half of the latency put on hops; "
-        "copy engines were not measured and are left out.",
+        "copies between devices, if they reach each other.",
     )
+
+
+def _peer_copies(clock: Clock, num_bytes: int, near: Link | None) -> Link | None:
+    """What one device fetches from another one's memory while all do so; the latency of what is near, which is mostly barriers.
+
+    None where the runtime does not copy: a rank of another host, or GPUs that do not reach each other.
+    """
+    size, device = dist.get_world_size(), clock.device
+    able = near is not None and device.type == "cuda" and size <= peers.MAX_RANKS and _ranks_here() == size
+    able = able and torch.cuda.device_count() >= size
+    other = torch.device("cuda", (dist.get_rank() + 1) % size)
+    able = able and other != device and torch.cuda.can_device_access_peer(device, other)
+    everybody = torch.tensor([able], dtype=torch.int32, device=device)
+    dist.all_reduce(everybody, op=dist.ReduceOp.MIN)
+    if near is None or not everybody.item():
+        return None
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=other)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    us = _together(clock, lambda: target.copy_(source, non_blocking=True))
+    return Link(near.latency_us, num_bytes / us * 1e6)
+
+
+def _host_link(clock: Clock, num_bytes: int) -> Link:
+    """Copies between a device and page-locked memory: the slower way."""
+    ways = []
+    for size in (_SMALL, num_bytes):
+        host = torch.zeros(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
+        here = torch.zeros(size, dtype=torch.uint8, device=clock.device)
+        out = clock.us(lambda h=host, d=here: h.copy_(d, non_blocking=True))
+        ways.append(max(out, clock.us(lambda h=host, d=here: d.copy_(h, non_blocking=True))))
+    latency, whole = ways
+    return Link(latency, num_bytes / max(whole - latency, whole / 2) * 1e6)
+
+
+def _host_bytes_per_s(num_bytes: int) -> float:
+    """What this rank's processors move in the host's memory, reads and writes together."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / Clock(torch.device("cpu")).us(lambda: target.copy_(source)) * 1e6
+
+
+def _ranks_here() -> int:
+    """How many ranks of this job share this host."""
+    return ranks_here(dist.get_world_size()) if dist.is_initialized() else 1
 
 
 def _together(clock: Clock, work: Callable[[], object]) -> float:
@@ -173,8 +227,10 @@ def _together(clock: Clock, work: Callable[[], object]) -> float:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _host_memory_bytes()
+
+
+def _host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
