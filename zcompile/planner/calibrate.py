@@ -88,7 +88,7 @@ def calibrate(device: torch.device, name: str) -> Hardware:
         host_memory_bytes=free_bytes() // _ranks_here(),
         host_bytes_per_s=_host_bytes_per_s(_LARGE[kind]),
         sources=f"Measured by doctor --calibrate on {_describe(device)}, torch {torch.__version__}: matmul rates by size, memory "
-        f"bandwidth by size, cost of a launch ({launch_us:.1f} us), the host's link and memory. The highest rate measured stands for the peak.",
+        f"bandwidth by size, cost of a launch ({launch_us:.1f} us), the host's link and memory. The highest rate stands for the peak.",
     )
     rest = "attention, convolutions, host times of calls and collectives, reserve, slowdown beside collectives, network"
     if dist.is_initialized() and dist.get_world_size() > 1:
