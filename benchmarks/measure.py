@@ -60,6 +60,12 @@ class Clock:
         if self._on_device:
             torch.cuda.synchronize()
 
+    def forget_peaks(self) -> None:
+        """Let peaks of memory begin here."""
+        if self._on_device:
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+
 
 @dataclass
 class Times:
@@ -90,7 +96,10 @@ def one_step(
 def measure(
     trainee: Trainee, tokens: Tensor, labels: Tensor, steps: int, clip: float | None, clock: Clock
 ) -> tuple[Times, float]:
-    """Time steps that follow each other without a wait, then the host's part of steps that start on an idle device."""
+    """Time steps that follow each other without a wait, then the host's part of steps that start on an idle device.
+
+    Peaks of memory are those of the latter: a step may be recorded for replays while the former are timed.
+    """
     times = Times()
     marks, loss = [clock.mark()], None
     for _ in range(steps):
@@ -101,6 +110,7 @@ def measure(
         times.forward_backward.append(clock.ms(begin, between))
         times.optimizer.append(clock.ms(between, end))
         times.step.append(clock.ms(begin, end))
+    clock.forget_peaks()
     for _ in range(min(steps, HOST_STEPS)):
         clock.finish()
         begin = time.perf_counter()
@@ -220,8 +230,6 @@ def result_of(
         one_step(trainee, tokens, labels, row.clip, clock)
     clock.finish()
     gc.collect()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     times, loss = measure(trainee, tokens, labels, row.steps, row.clip, clock)
     facts = trainee.facts()
     outside = facts.get("peer_gib", 0.0)  # what a system allocates behind the allocator's back counts too
