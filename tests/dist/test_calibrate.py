@@ -16,6 +16,7 @@ def links() -> tuple[float, float, str]:
     calibrate._SIDES = {"cpu": (16, 64)}
     calibrate._COPIES = {"cpu": (1 << 12, 1 << 16)}
     calibrate._SECONDS = 0.005
+    calibrate._SUSTAINED = {"cpu": 0.005}
     found = calibrate.calibrate(torch.device("cpu"), "pair")
     assert dist.get_world_size() == found.devices_per_node == 2
     return found.node.bytes_per_s, found.collective_us, found.sources

@@ -17,6 +17,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_COPIES", {"cpu": (1 << 12, 1 << 16, 1 << 20), "cuda": (1 << 17, 1 << 27)})
     monkeypatch.setattr(calibrate, "_LARGE", {"cpu": 1 << 18, "cuda": 1 << 26})
     monkeypatch.setattr(calibrate, "_SECONDS", 0.01)
+    monkeypatch.setattr(calibrate, "_SUSTAINED", {"cpu": 0.01, "cuda": 0.1})
 
 
 def test_a_calibration_describes_this_machine(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

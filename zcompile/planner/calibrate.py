@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +27,14 @@ _GATHERS = {"cpu": (1 << 10, 1 << 22), "cuda": (1 << 16, 1 << 28)}
 _LARGE = {"cpu": 1 << 22, "cuda": 1 << 28}
 #: and of those whose latency is
 _SMALL = 1 << 10
+#: bytes of the operands that matmuls take turns with: a step's do not lie in a cache either
+_COLD = {"cpu": 1 << 25, "cuda": 1 << 29}
+#: pairs of them, at most
+_MOST_OPERANDS = 64
 #: seconds that repetitions of one measurement take, at least
 _SECONDS = 0.1
+#: the same for matmuls, so that the device comes to the clock that its power allows in a long run
+_SUSTAINED = {"cpu": 0.1, "cuda": 0.5}
 #: in how many parts
 _RUNS = 10
 
@@ -41,8 +49,13 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def us(self, work: Callable[[], object], seconds: float = _SECONDS) -> float:
-        """Microseconds of one call among many that follow each other: of the fastest run, since other programs only slow it down."""
+    def us(self, work: Callable[[], object], seconds: float | None = None) -> float:
+        """Microseconds of one call among many that follow each other.
+
+        On the CPU of the fastest run, since other programs only slow it down. On a GPU, which is ours, of the median run: the
+        fastest is one that began on a cool device.
+        """
+        seconds = _SECONDS if seconds is None else seconds
         work()
         self.finish()
         begin = time.perf_counter()
@@ -56,7 +69,7 @@ class Clock:
                 work()
             self.finish()
             runs.append((time.perf_counter() - begin) / count * 1e6)
-        return min(runs)
+        return statistics.median(runs) if self.device.type == "cuda" else min(runs)
 
 
 def calibrate(device: torch.device, name: str) -> Hardware:
@@ -87,8 +100,8 @@ def calibrate(device: torch.device, name: str) -> Hardware:
         host_link=_host_link(clock, _LARGE[kind]),
         host_memory_bytes=free_bytes() // _ranks_here(),
         host_bytes_per_s=_host_bytes_per_s(_LARGE[kind]),
-        sources=f"Measured by doctor --calibrate on {_describe(device)}, torch {torch.__version__}: matmul rates by size, memory "
-        f"bandwidth by size, cost of a launch ({launch_us:.1f} us), the host's link and memory. The highest rate stands for the peak.",
+        sources=f"Measured by doctor --calibrate on {_describe(device)}, torch {torch.__version__}: sustained matmul rates by size, memory "
+        f"bandwidth by size, cost of a launch ({launch_us:.1f} us), the host's link and memory. The highest rate is the peak.",
     )
     rest = "attention, convolutions, host times of calls and collectives, reserve, slowdown beside collectives, network"
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -103,11 +116,13 @@ _NAMES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _matmuls(clock: Clock, dtype: torch.dtype, sides: Sequence[int]) -> list[tuple[float, float]]:
-    """Flops of square matmuls with the flop/s that they reach."""
-    found = []
+    """Flops of square matmuls with the flop/s that they reach in a long run, with operands from memory."""
+    found, kind = [], clock.device.type
     for side in sides:
-        a = torch.randn(side, side, device=clock.device).to(dtype)
-        us = clock.us(lambda a=a: a @ a)
+        count = min(max(_COLD[kind] // (2 * side * side * dtype.itemsize), 1), _MOST_OPERANDS)
+        made = [torch.randn(2, side, side, device=clock.device).to(dtype).unbind() for _ in range(count)]
+        turns = itertools.cycle(made)
+        us = clock.us(lambda turns=turns: torch.mm(*next(turns)), _SUSTAINED[kind])
         found.append((2.0 * side**3, 2.0 * side**3 / us * 1e6))
     return found
 
