@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zcompile import compat
 from zcompile.errors import RegionError
 from zcompile.program import Call, Instruction, Program, Release, Start, TensorType, Transfer, Wait
 from zcompile.runtime.accumulation import Accumulation
@@ -159,8 +160,7 @@ class Executor:
             if ins.op == "reduce_scatter":
                 started = self.collectives.reduce_scatter(outputs, sends, description=ins.label)
             else:
-                for out, send in zip(outputs, sends, strict=True):
-                    out.copy_(send)
+                compat.foreach_copy(outputs, sends)
                 started = self.collectives.all_reduce(outputs, description=ins.label)
         for i, out in zip(ins.outputs, outputs, strict=True):
             slots[i] = out
