@@ -28,8 +28,8 @@ from zcompile.pipeline import Pass, Pipeline
 PASSES: tuple[type[Pass[Any]], ...] = (
     ChunkLoss,
     Precision,
-    Align,
     Recompute,
+    Align,
     RecomputeParams,
     PlanUnits,
     Shard,
@@ -103,8 +103,8 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp", gpu: str = 
         (
             *chunk_loss(config),
             *precision,
-            Align(device=gpu),
             *recompute,
+            Align(device=gpu),
             RecomputeParams(),
             PlanUnits(),
             Shard(stage=config.stage, size=size, axis=axis, ignore="|".join(config.ignore)),

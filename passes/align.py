@@ -179,8 +179,8 @@ class _Padding:
     def _pad(self, node: fx.Node, rows: int, columns: int, like: fx.Node) -> fx.Node:
         amounts = [0, columns, 0, rows] if rows else [0, columns]
         padded = self._call(like, _aten.constant_pad_nd.default, node, amounts, name=f"{node.name}_padded")
-        if meta.saved(padded):  # that is for the product
-            meta.clear_recompute(padded)
+        if not meta.is_backward(padded) and (not meta.is_tagged(padded) or meta.saved(padded)):
+            meta.set_recompute(padded)  # backward pads what is saved anyway
         return padded
 
     def _transpose(self, node: fx.Node, like: fx.Node) -> fx.Node:

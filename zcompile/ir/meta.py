@@ -136,6 +136,11 @@ def copy_place(node: fx.Node, like: fx.Node) -> None:
             node.meta[key] = like.meta[key]
 
 
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph was made by autograd."""
+    return node.meta.get(_DIRECTION) == "is_backward"
+
+
 def copy_split(node: fx.Node, like: fx.Node) -> None:
     """Let the split treat a node as it does ``like``: the direction it belongs to, and what was tagged."""
     for key in (_DIRECTION, _RECOMPUTE, _CHECKPOINT):
