@@ -38,7 +38,7 @@ class Align(JointPass):
         ...
         %of_w: bf16[50257, 2048] = aten.mm(%of_logits_t, %h)
 
-        %w_padded: bf16[50264, 2048] = aten.constant_pad_nd(%w, [0, 0, 0, 7])
+        %w_padded: bf16[50264, 2048] = aten.constant_pad_nd(%w, [0, 0, 0, 7]) !recompute
         %w_padded_t: bf16[2048, 50264]{1, 2048} = aten.permute(%w_padded, [1, 0])
         %logits_aligned: bf16[8192, 50264] = aten.mm(%h, %w_padded_t)
         %logits: bf16[8192, 50257]{50264, 1} = aten.slice.Tensor(%logits_aligned, 1, 0, 50257)
@@ -46,9 +46,10 @@ class Align(JointPass):
         %of_w_aligned: bf16[50264, 2048] = aten.mm(%of_logits_padded_t, %h)
         %of_w: bf16[50257, 2048] = aten.slice.Tensor(%of_w_aligned, 0, 0, 50257)
 
-    Padding of what the step computes fuses into the kernel that computes it; a parameter is copied, in forward and again in
-    backward. Results are parts of padded ones, without a copy; one that is returned, or read by somebody who needs the strides that
-    it had, is copied and the copy read by all. Exact but for rounding: zeros are added, and other kernels run.
+    Padding of what the step computes fuses into the kernel that computes it; a parameter is copied. Factors of forward are padded
+    again in backward: no more is saved than without. Results are parts of padded ones, without a copy; one that is returned, or
+    read by somebody who needs the strides that it had, is copied, and the copy read by all. Exact but for rounding: zeros are
+    added, and other kernels run.
 
     Attributes:
         device: the type of device whose products are aligned.
