@@ -104,6 +104,7 @@ def work(address: str, key: bytes, rank: int, world_size: int, folder: Path) -> 
         module, name, arguments = parent.recv()
         try:
             gc.collect()
+            gc.freeze()  # what earlier jobs left in caches; their models are gone
             if world_size:
                 dist.barrier()
             result = getattr(importlib.import_module(module), name)(**arguments)
