@@ -1,8 +1,19 @@
 """Options of the test suite."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
+
+from tests.programs import Programs
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """``programs(script, *arguments, ranks=2)`` runs a script in processes that have everything imported."""
+    started = Programs()
+    yield started
+    started.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
