@@ -3,6 +3,7 @@
 python benchmarks/compile_time.py                          12, 24 and 48 layers, eager and inductor
 python benchmarks/compile_time.py --layers 2,4 --backends eager
 python benchmarks/compile_time.py --size 1.1B --device cuda --layers 16,48 --backends inductor
+python benchmarks/compile_time.py --size gpt2 --device cuda --layers 8 --backends inductor     the model of causal.py
 
 Each measurement is a process of its own with an empty compile cache; one rank simulates the pipeline of ``--ranks`` ranks,
 so nothing is communicated. Lowering must not grow with depth, everything else at most linearly.
@@ -47,6 +48,7 @@ def measure(layers: int, backend: str, size_name: str, device: str, ranks: int) 
     import torch
 
     import zcompile
+    from benchmarks import causal
     from benchmarks.llama import SIZES, Llama
     from zcompile import build, passes, scheduled, session
     from zcompile.config import Config
@@ -56,15 +58,19 @@ def measure(layers: int, backend: str, size_name: str, device: str, ranks: int) 
     session.capture = timed(seconds, "capture", session.capture)
     scheduled.split = timed(seconds, "split", scheduled.split)
     build._lower = timed(seconds, "lower", build._lower)
-    size = dataclasses.replace(SIZES[size_name], layers=layers)
     precision = None if size_name == "tiny" else "bf16"
     config = Config(stage=3, precision=precision)
     pipeline = passes.default_pipeline(config, size=ranks) if ranks > 1 else None
     with torch.device(device):
-        model = zcompile.compile(Llama(size), backend=backend, precision=precision, pipeline=pipeline)
+        if size_name == "gpt2":
+            plain, shape = causal.gpt2(layers, 2048, 2048), (4, 2048)
+        else:
+            size = dataclasses.replace(SIZES[size_name], layers=layers)
+            plain, shape = Llama(size), (size.micro_batch, size.seq)
+        model = zcompile.compile(plain, backend=backend, precision=precision, pipeline=pipeline)
     verifier = model._session._verifier
     verifier.verify = timed(seconds, "verify", verifier.verify)
-    tokens = torch.zeros(size.micro_batch, size.seq, dtype=torch.long, device=device)
+    tokens = torch.zeros(shape, dtype=torch.long, device=device)
 
     class Done(Exception):
         """Compiled; running the program of several ranks on one makes no sense."""
@@ -75,7 +81,7 @@ def measure(layers: int, backend: str, size_name: str, device: str, ranks: int) 
     model._session.runner.forward = stop
     begin = time.perf_counter()
     try:
-        model(tokens, tokens)
+        model(tokens, labels=tokens)
     except Done:
         pass
     seconds["total"] = time.perf_counter() - begin
@@ -95,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="12,24,48")
     parser.add_argument("--backends", default="eager,inductor")
-    parser.add_argument("--size", default="tiny", help="of benchmarks/llama.py, with other numbers of layers")
+    parser.add_argument("--size", default="tiny", help="of benchmarks/llama.py, with other numbers of layers, or gpt2")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", help="write the results here")

@@ -34,8 +34,10 @@ from typing import Any
 
 import psutil
 import torch
-import torch._dynamo.functional_export  # imported once, before ranks are forked
+import torch._dynamo.functional_export  # imported once, before ranks are forked, as are the next three
+import torch._inductor.compile_fx
 import torch.distributed as dist
+import torch.distributed.checkpoint
 import torch.distributed.tensor
 from torch import nn
 

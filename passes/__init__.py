@@ -7,6 +7,7 @@ from typing import Any
 from zcompile.analysis.units import MIB
 from zcompile.config import Config
 from zcompile.errors import PipelineError
+from zcompile.passes.align import Align
 from zcompile.passes.cleanup import Cleanup
 from zcompile.passes.memory.chunk_loss import ChunkLoss
 from zcompile.passes.memory.offload import Offload
@@ -28,6 +29,7 @@ PASSES: tuple[type[Pass[Any]], ...] = (
     ChunkLoss,
     Precision,
     Recompute,
+    Align,
     RecomputeParams,
     PlanUnits,
     Shard,
@@ -84,13 +86,14 @@ def chunk_loss(config: Config) -> tuple[ChunkLoss, ...]:
     return (ChunkLoss(),) if size is None else (ChunkLoss(mib=size / MIB, columns=0, drop=True),)
 
 
-def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline:
+def default_pipeline(config: Config, *, size: int, axis: str = "dp", gpu: str = "cuda") -> Pipeline:
     """The passes that ``compile`` runs, top to bottom.
 
     Args:
         config: stage, policy, dtypes and patterns.
         size: ranks on the axis; 1 inserts nothing distributed.
         axis: name of the mesh axis.
+        gpu: the type of device that the graph has where a GPU is to compute: ``cpu`` in a plan for one.
     """
     recompute = () if config.recompute_mode is None else (Recompute(mode=config.recompute_mode),)
     moved = config.offloading.activations
@@ -101,6 +104,7 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp") -> Pipeline
             *chunk_loss(config),
             *precision,
             *recompute,
+            Align(device=gpu),
             RecomputeParams(),
             PlanUnits(),
             Shard(stage=config.stage, size=size, axis=axis, ignore="|".join(config.ignore)),

@@ -5,17 +5,19 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile.config import Config
 from zcompile.errors import PassError, PipelineError
-from zcompile.ir.graph import Graph, Step
+from zcompile.ir import meta
+from zcompile.ir.graph import Graph, Input, Step
 from zcompile.ir.text import parse_step
 from zcompile.passes import KNOWN, PASSES, default_pipeline, parse, schedule
 from zcompile.passes.cleanup import Cleanup
@@ -51,6 +53,8 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "min_mib": st.floats(0, 1e6, allow_nan=False),
     "columns": st.integers(0, 1 << 20),
     "drop": st.booleans(),
+    "device": st.sampled_from(["cuda", "cpu"]),
+    "intensity": st.floats(0, 1e6, allow_nan=False) | st.integers(0, 512),
     "lookahead": st.integers(0, 8),
     "mode": st.sampled_from(["full", "selective", "budget"]),
     "limit_mib": st.none() | st.floats(0, 1e6, allow_nan=False),
@@ -183,6 +187,62 @@ def test_history_holds_graphs_and_counts() -> None:
     assert history["cleanup"].diff() == ""
     with pytest.raises(KeyError, match="no pass 'bucket' ran; these did: plan-units, shard, cleanup"):
         history["bucket"]
+
+
+SCALED = """\
+graph m.forward
+  inputs:
+    %w: f32[4, 4] = param 'w' of [4, 4]
+    %x: f32[2, 4] = input 0
+  region scale(%a: f32[2, 4]):
+    %b: f32[2, 4] = aten.mul.Scalar(%a, 2)
+    return %b
+  body:
+    %y: f32[2, 4] = aten.mm(%x, %w)
+    %z: f32[2, 4] = call scale(%y)
+    %v: f32[2, 4] = aten.add.Tensor(%z, %y)
+  return output 0 %v"""
+
+
+def node_of(graph: Graph, name: str) -> Any:
+    return next(n for g in (graph.fx, graph.regions["scale"].fx) for n in g.nodes if n.name == name)
+
+
+CHANGES: dict[str, Callable[[Graph], Any]] = {
+    "a name": lambda g: setattr(node_of(g, "y"), "name", "u"),
+    "a literal that is equal": lambda g: setattr(node_of(g, "b"), "args", (node_of(g, "a"), 2.0)),
+    "an argument": lambda g: setattr(node_of(g, "v"), "args", (node_of(g, "y"), node_of(g, "z"))),
+    "a keyword argument": lambda g: setattr(node_of(g, "v"), "kwargs", {"alpha": 2}),
+    "an operator": lambda g: setattr(node_of(g, "v"), "target", torch.ops.aten.sub.Tensor),
+    "the order": lambda g: node_of(g, "w").append(node_of(g, "x")) or node_of(g, "x").append(node_of(g, "w")),
+    "metadata": lambda g: meta.set_region(node_of(g, "y"), 1),
+    "an origin": lambda g: meta.set_origin(node_of(g, "x"), Input(1)),
+    "what is returned": lambda g: g.set_outputs([(node_of(g, "z"), role) for _, role in g.outputs]),
+    "a region's operator": lambda g: setattr(node_of(g, "b"), "target", torch.ops.aten.div.Scalar),
+    "a node less": lambda g: g.fx.erase_node(g.fx.call_function(torch.ops.aten.neg.default, (node_of(g, "y"),))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_snapshot_shows_every_change(change: str) -> None:
+    """It shares what did not change with the one before, and nothing with the graph, which may change later."""
+    graph = parse_step(SCALED).forward
+    first = graph.copy()
+    text = str(first)
+    same = graph.snapshot(first)
+    assert same.fx is first.fx and same.regions["scale"].fx is first.regions["scale"].fx
+    CHANGES[change](graph)
+    second = graph.snapshot(same)
+    assert str(second) == str(graph) and str(first) == str(same) == text
+    assert str(second) != text or change == "a node less"
+    kept = [second.fx is first.fx, second.regions["scale"].fx is first.regions["scale"].fx]
+    assert kept == {
+        "a node less": [True, True],
+        "a literal that is equal": [True, False],
+        "a region's operator": [True, False],
+    }.get(change, [False, True])
+    again = parse_step(SCALED).forward  # not its copy: nothing is shared
+    assert again.snapshot(first).fx is not first.fx
 
 
 def test_stats_hide_what_did_not_happen() -> None:

@@ -238,7 +238,7 @@ def _run(
         except ZCompileError as error:
             _explain(error, p, before, dump)
             raise
-        after = tuple(g.copy() for g in graphs)
+        after = tuple(graph.snapshot(earlier) for graph, earlier in zip(graphs, before, strict=True))
         history.entries.append(Entry(str(p), p.name, before, after, stats))
         if dump is not None:
             dump.write(p.name, history[-1].after)

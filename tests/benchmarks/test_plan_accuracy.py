@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.plan_accuracy import key, measured_before, parse, rank_correlation, rows_of
 from benchmarks.rows import Row
-from tests.benchmarks.test_smoke import run
+from tests.programs import ROOT, Programs
 
 
 def test_rank_correlation_is_spearmans_over_all_pairs() -> None:
@@ -68,13 +68,17 @@ def test_only_rows_that_ran_as_predicted_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_measure_here_and_compare_elsewhere(tmp_path: Path) -> None:
+def test_measure_here_and_compare_elsewhere(programs: Programs, tmp_path: Path) -> None:
     measured, machine, out = (str(tmp_path / name) for name in ("rows.json", "here.json", "out.json"))
     what = ("--sizes", "tiny", "--stages", "3", "--rows", "own", "--peers")
     cheap = ("--device", "cpu", "--backend", "eager", "--steps", "2")
-    run("plan_accuracy.py", *what, *cheap, "--calibrate", machine, "--measure-only", measured)
+    programs(
+        ROOT / "benchmarks" / "plan_accuracy.py", *what, *cheap, "--calibrate", machine, "--measure-only", measured
+    )
     assert {row["system"] for row in json.loads(Path(measured).read_text())} == {"zc3", "single", "fsdp2-c", "ddp-c"}
-    text = run("plan_accuracy.py", *what, "--compare", measured, "--hardware", machine, "--json", out)
+    text = programs(
+        ROOT / "benchmarks" / "plan_accuracy.py", *what, "--compare", measured, "--hardware", machine, "--json", out
+    )
     row = next(row for row in json.loads(Path(out).read_text()) if row["system"] == "zc3")
     assert row["time_error"] == pytest.approx(row["predicted_ms"] / row["step_ms"] - 1)
     assert "| tiny | 3 | 2 | prefetch |" in text and "1 of 1 as predicted" in text and "| ddp-c " in text

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, Programs
 
-
-def run(program: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_train_step(tmp_path: Path) -> None:
+def test_train_step(programs: Programs, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = (
         "--device",
@@ -39,7 +30,7 @@ def test_train_step(tmp_path: Path) -> None:
         "--clip",
         "1.0",
     )
-    text = run("train_step.py", *options, "--only", "single,fsdp2-c,zc3", "--json", str(out))
+    text = programs(BENCHMARKS / "train_step.py", *options, "--only", "single,fsdp2-c,zc3", "--json", str(out))
     rows = {row["system"]: row for row in json.loads(out.read_text())}
     assert list(rows) == ["single", "fsdp2-c", "zc3"] and not any("error" in row for row in rows.values()), rows
     for row in rows.values():
@@ -49,14 +40,16 @@ def test_train_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compile_time() -> None:
-    text = run("compile_time.py", "--layers", "1,2", "--backends", "eager")
+def test_compile_time(programs: Programs) -> None:
+    text = programs(BENCHMARKS / "compile_time.py", "--layers", "1,2", "--backends", "eager")
     assert "| 2 | " in text
 
 
 @pytest.mark.slow
-def test_loss() -> None:
-    text = run("loss.py", "--heads", "tiny", "--device", "cpu", "--backend", "eager", "--sizes", "none,8KiB")
+def test_loss(programs: Programs) -> None:
+    text = programs(
+        BENCHMARKS / "loss.py", "--heads", "tiny", "--device", "cpu", "--backend", "eager", "--sizes", "none,8KiB"
+    )
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| tiny")]
     assert [row[1] for row in rows] == ["eager", "zcompile, none", "zcompile, 8KiB"]
     assert all(0 < float(number) < 0.01 for row in rows for number in (row[4], row[5].removesuffix(" |")))
@@ -64,18 +57,18 @@ def test_loss() -> None:
 
 @pytest.mark.dist
 @pytest.mark.wide
-def test_soak() -> None:
+def test_soak(programs: Programs) -> None:
     """Three rounds with everything that a run does: nothing piles up after the second."""
-    text = run("soak.py", "--steps", "300")
+    text = programs(BENCHMARKS / "soak.py", "--steps", "300")
     assert text.count("| ok |") == 12
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_kills(tmp_path: Path) -> None:
+def test_kills(programs: Programs, tmp_path: Path) -> None:
     """A rank is killed in a forward, a backward and a save: the others end, and training goes on from the checkpoint."""
     out = tmp_path / "out.json"
-    text = run("faults.py", "--kills", "3", "--phases", "forward,backward,save", "--json", str(out))
+    text = programs(BENCHMARKS / "faults.py", "--kills", "3", "--phases", "forward,backward,save", "--json", str(out))
     results = json.loads(out.read_text())
     assert len(results) == 3 and not any(r["problems"] for r in results), text
     assert all(r["equal"] and r["loads"] and r["orphans"] == 0 for r in results)

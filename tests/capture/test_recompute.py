@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import zcompile
+from tests.captures import shared_captures
 from tests.dist.models import CASES, Batch
 from zcompile.errors import ConfigError
 from zcompile.ir import meta
 from zcompile.ir.graph import Saved
 from zcompile.planner.budget import tensor_bytes
+
+
+@pytest.fixture(autouse=True)
+def one_capture_a_model() -> Iterator[None]:
+    """What is computed again is decided after the capture."""
+    with shared_captures():
+        yield
 
 
 def dropped(name: str) -> Callable[[], nn.Module]:

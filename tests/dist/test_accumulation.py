@@ -16,6 +16,8 @@ from zcompile.errors import OptimizerError
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 WINDOW = 3
 

@@ -18,6 +18,8 @@ from zcompile.errors import BackwardError
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 both_ends = pytest.mark.parametrize("stage", [0, 3])
 

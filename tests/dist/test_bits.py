@@ -12,6 +12,8 @@ from tests.dist.training import Trained, assert_same_bits, train_case
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 #: bytes of the largest weight of ``deep``'s blocks, and of a whole block: bucket sizes at which a size check is off by one
 WEIGHT_MIB = 45 * 20 * 4 / 2**20
 BLOCK_MIB = (2 * 45 * 20 + 45 + 3 * 20) * 4 / 2**20

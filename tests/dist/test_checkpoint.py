@@ -24,6 +24,8 @@ from zcompile.runtime.checkpoint.storage import pack
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 
 # Resuming. ------------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ from zcompile.runtime.checkpoint.folder import MANIFEST, open_checkpoint
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 #: a function of the writers, and whether the end comes before or after it; the new checkpoint is complete after the last
 MOMENTS: dict[str, tuple[Any, str, bool]] = {
     "nothing written": (storage, "write", True),

@@ -22,6 +22,8 @@ from zcompile.errors import CheckpointError, ConfigError, RankMismatchError
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 DATA = Path(__file__).parents[1] / "data"
 MICRO = 3
 

@@ -20,6 +20,8 @@ from zcompile.runtime import arenas, gradients, hosting
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 
 @contextlib.contextmanager
 def as_if_large(yes: bool = True) -> Iterator[None]:

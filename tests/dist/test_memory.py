@@ -20,6 +20,8 @@ from tests.dist.training import adamw, this_rank, train, world_size
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 
 def expected(shape: torch.Size, world: int, stage: int) -> tuple[int, int]:
     """Elements that every rank stores of a parameter, and those that this rank's DTensor shows.

@@ -15,6 +15,8 @@ from tests.dist.training import adamw, this_rank, train
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 
 class Wide(nn.Module):
     """Something to gather in stage 3, and a line that one rank's rows break."""

@@ -33,6 +33,8 @@ from zcompile.errors import OptimizerError
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 STEPS = 4
 #: values of any size move, and states pass in many chunks
 KINDS = {"activations": "activations{mib=0}", "optimizer": "optimizer{chunk_mib=0.004}", "parameters": "parameters"}

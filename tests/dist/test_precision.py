@@ -15,6 +15,8 @@ from tests.dist.training import full_gradients, this_rank, world_size
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -18,6 +18,8 @@ from zcompile.planner.walk import predict
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 #: names that mean the same in a report and in a prediction
 EXACT = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "gathered_peak_bytes", "gathered_held_bytes")
 

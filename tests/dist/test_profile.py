@@ -21,6 +21,8 @@ from zcompile.profiling.measured import COMPUTATION, EVALUATION, EXPOSED, HOST, 
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 #: seconds that are added on purpose, and how much of them must be found again
 PAUSE, FOUND = 0.05, 0.045
 

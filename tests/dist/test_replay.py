@@ -22,6 +22,8 @@ from zcompile.runtime.tape import WARM_STEPS, Tapes
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 STEPS = 6
 REPLAYED = STEPS - WARM_STEPS
 

@@ -20,6 +20,8 @@ from zcompile.errors import LossScaleError, NonFiniteError, OptimizerError, Rank
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

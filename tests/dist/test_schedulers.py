@@ -18,6 +18,8 @@ from tests.dist.training import this_rank
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 STEPS = 6
 
 #: some change more than the rate: the betas, or the rate by the loss

@@ -20,6 +20,8 @@ from zcompile.errors import MeshError, ShardingError, StateError, UnfilledError
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 both_ends = pytest.mark.parametrize("stage", [0, 3])
 
 

@@ -17,6 +17,8 @@ from zcompile.errors import StateError, UnfilledError
 
 pytestmark = pytest.mark.dist
 
+SHARES_CAPTURES = True
+
 
 class Tied(nn.Module):
     def __init__(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import gc
@@ -89,9 +90,14 @@ def fork(address: str, key: bytes, rank: int, world_size: int, folder: Path, lea
 
 
 def work(address: str, key: bytes, rank: int, world_size: int, folder: Path) -> None:
-    """Run jobs (module, function, arguments) until the connection closes; world size 0 is one process without a group."""
+    """Run jobs (module, function, arguments) until the connection closes; world size 0 is one process without a group.
+
+    Jobs of a module that sets ``SHARES_CAPTURES`` test what comes after a capture, and share captures of equal models.
+    """
     import torch
     import torch.distributed as dist
+
+    from tests.captures import shared_captures
 
     torch.set_num_threads(1)
     if world_size:
@@ -104,9 +110,12 @@ def work(address: str, key: bytes, rank: int, world_size: int, folder: Path) -> 
         module, name, arguments = parent.recv()
         try:
             gc.collect()
+            gc.freeze()  # what earlier jobs left in caches; their models are gone
             if world_size:
                 dist.barrier()
-            result = getattr(importlib.import_module(module), name)(**arguments)
+            job = importlib.import_module(module)
+            with shared_captures() if getattr(job, "SHARES_CAPTURES", False) else contextlib.nullcontext():
+                result = getattr(job, name)(**arguments)
             reply = ("returned", result)
         except Exception as error:
             reply = ("raised", (type(error).__name__, str(error), traceback.format_exc()))

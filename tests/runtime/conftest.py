@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from tests.runtime.models import cut_into_chunks
 
-#: workers are forked from one clean process that has torch loaded
+#: workers are forked from one clean process that has everything imported
 WORKERS = multiprocessing.get_context("forkserver")
-WORKERS.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.checkpoint"])
+WORKERS.set_forkserver_preload(["zcompile", "torch.distributed.checkpoint", "pytest"])
 
 Launch = Callable[..., list[Any]]
 

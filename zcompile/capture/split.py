@@ -69,7 +69,51 @@ def split(joint: Graph, fake_mode: Any) -> Step:
     backward = _adopt(
         backward_module.graph, f"{name}.backward", Direction.BACKWARD, roles[num_forward:], origins, unread
     )
+    _save_bases(forward, backward)
     return Step(forward, backward)
+
+
+def _save_bases(forward: Graph, backward: Graph) -> None:
+    """Save what a value is a view of, where both have all elements, and view it in backward.
+
+    Transposes that backward wants are at the end of forward: its last region would make them for every layer.
+    """
+    outputs = forward.outputs
+    views = {role.name: node for node, role in outputs if isinstance(role, Saved)}
+    inputs = {origin.name: n for n in backward.inputs if isinstance(origin := meta.origin(n), Saved)}
+    position = {node: index for index, node in enumerate(backward.fx.nodes)}
+    for name, old in list(inputs.items()):
+        chain = _view_chain(views[name])
+        if not chain or not old.users:
+            continue
+        base = chain[-1].all_input_nodes[0]
+        if base.name not in inputs:
+            with backward.fx.inserting_before(old):
+                new = inputs[base.name] = backward.fx.placeholder(base.name)
+            meta.set_value(new, meta.value(base))
+            meta.set_origin(new, Saved(base.name))
+            outputs.append((base, Saved(base.name)))
+        with backward.fx.inserting_before(min(old.users, key=position.__getitem__)):
+            env = {base: inputs[base.name]}
+            for view in reversed(chain):
+                env[view] = backward.fx.node_copy(view, env.__getitem__)
+        old.replace_all_uses_with(env[chain[0]])
+        backward.fx.erase_node(old)
+        outputs = [(node, role) for node, role in outputs if role != Saved(name)]
+    forward.set_outputs(outputs)
+    edit.erase_dead(forward.fx, keep=lambda node: not _is_view(node))
+
+
+def _view_chain(node: fx.Node) -> list[fx.Node]:
+    """A view, what it is a view of if that is one as well, and so on, while all have as many elements."""
+    chain: list[fx.Node] = []
+    while _is_view(node) and len(node.all_input_nodes) == 1 and isinstance(meta.value(node), torch.Tensor):
+        source = meta.value(node.all_input_nodes[0])
+        if not isinstance(source, torch.Tensor) or source.numel() != meta.tensor(node).numel():
+            break
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    return chain
 
 
 def _adopt(
@@ -182,11 +226,14 @@ def _target(role: Role) -> Origin | None:
 def _owner(node: fx.Node) -> fx.Node:
     """What a value is a view of, in the end; itself, if it is no view."""
     while node.op == "call_function" and node.all_input_nodes:
-        is_view = compat.is_overload(node.target) and any(compat.shared_arguments(node.target))
-        if not is_view and not edit.is_getitem(node):
+        if not _is_view(node) and not edit.is_getitem(node):
             break
         node = node.all_input_nodes[0]
     return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    return compat.is_overload(node.target) and any(compat.shared_arguments(node.target))
 
 
 def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     policies = [find_policy(text) for text in _split(options.policies)]
     config = Config(stage=options.stage, precision=dtype_name(options.precision), policy="none")
     model = load_model(options.model, options.micro_batch, options.seq, options.layers)
-    traced = trace_with(model.module, model.inputs, config, world_sizes[0])
+    traced = trace_with(model.module, model.inputs, config, world_sizes[0], for_gpu=not machine.host.blocks)
     results: list[Result] = []
     width = max(24, *(len(_short(policy.name)) for policy in policies))
     if not options.json:

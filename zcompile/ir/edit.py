@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from zcompile import compat
 from zcompile.ir import meta
 
 
@@ -83,6 +85,53 @@ def call_getitem(graph: fx.Graph, node: fx.Node, index: int, name: str | None = 
 def is_getitem(node: fx.Node) -> bool:
     """Whether a node picks one result of a node with several."""
     return node.target is operator.getitem
+
+
+def restride(node: fx.Node, value: torch.Tensor) -> bool:
+    """Record a value with other strides, and infer again what follows from it.
+
+    Returns:
+        False, with everything as it was, when a reader needs the strides that the value had: a view that the new ones do not
+        allow, or an operator that may look at memory itself (those of others than torch, ``as_strided``).
+    """
+    before = {node: meta.value(node)}
+    meta.set_value(node, value)
+    changed = deque([node])
+    while changed:
+        for reader in changed.popleft().users:
+            if reader.op == "output":
+                continue
+            inferred = _infer_again(reader) if _takes_any_strides(reader) else None
+            if inferred is None:
+                for n, old in before.items():
+                    meta.set_value(n, old)
+                return False
+            if _strides(inferred) != _strides(meta.value(reader)):
+                before.setdefault(reader, meta.value(reader))
+                meta.set_value(reader, inferred)
+                changed.append(reader)
+    return True
+
+
+def _infer_again(node: fx.Node) -> Any:
+    target: Any = node.target
+    try:
+        with compat.quiet_fake_kernels():
+            return infer(target, node.args, node.kwargs)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _takes_any_strides(node: fx.Node) -> bool:
+    """Whether an operator computes the same of a value wherever its elements lie."""
+    target: Any = node.target
+    if is_getitem(node):
+        return True
+    return compat.is_overload(target) and target.namespace in ("aten", "prims") and "as_strided" not in target.name()
+
+
+def _strides(value: Any) -> Any:
+    return [leaf.stride() for leaf in _leaves([value]) if isinstance(leaf, torch.Tensor)]
 
 
 def erase_dead(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from torch import fx
 
@@ -211,6 +212,15 @@ class Graph:
         regions = {name: Region(name, copy_fx(r.fx)) for name, r in self.regions.items()}
         return Graph(self.name, self.direction, copy_fx(self.fx), dict(self.axes), regions)
 
+    def snapshot(self, earlier: Graph) -> Graph:
+        """A copy to look at: fx graphs that are as they were in ``earlier``, another snapshot, are shared with it."""
+        regions: dict[str, Region] = {}
+        for name, region in self.regions.items():
+            old = earlier.regions.get(name)
+            regions[name] = old if old is not None and same_fx(region.fx, old.fx) else Region(name, copy_fx(region.fx))
+        nodes = earlier.fx if same_fx(self.fx, earlier.fx) else copy_fx(self.fx)
+        return Graph(self.name, self.direction, nodes, dict(self.axes), regions)
+
     def __str__(self) -> str:
         from zcompile.ir.text import print_graph
 
@@ -252,9 +262,41 @@ def copy_fx(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        env[node] = new.node_copy(node, lambda n: env[n])
-        env[node].name = node.name
+        copied = env[node] = new.node_copy(node, env.__getitem__)
+        if copied.name != node.name:
+            copied.name = node.name
     return new
+
+
+def same_fx(graph: fx.Graph, copied: fx.Graph) -> bool:
+    """Whether an fx graph is still what it was when it was copied: names, operators, arguments and metadata, in order."""
+    if len(graph.nodes) != len(copied.nodes):
+        return False
+    twins: dict[fx.Node, fx.Node] = {}
+    for node, twin in zip(graph.nodes, copied.nodes, strict=True):
+        if (node.op, node.target, node.name) != (twin.op, twin.target, twin.name):
+            return False
+        if node.meta.keys() != twin.meta.keys() or any(twin.meta[key] is not node.meta[key] for key in node.meta):
+            return False
+        if not _same_argument(node.args, twin.args, twins) or not _same_argument(node.kwargs, twin.kwargs, twins):
+            return False
+        twins[node] = twin
+    return True
+
+
+def _same_argument(a: Any, b: Any, twins: Mapping[fx.Node, fx.Node]) -> bool:
+    """A copy has the very literals of the original, so that 1 and 1.0 are told apart."""
+    if isinstance(a, fx.Node):
+        return twins.get(a) is b
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(_same_argument(x, y, twins) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_argument(value, b[key], twins) for key, value in a.items())
+    if isinstance(a, slice):
+        return all(_same_argument(getattr(a, end), getattr(b, end), twins) for end in ("start", "stop", "step"))
+    return a is b
 
 
 def is_compute(node: fx.Node) -> bool:

@@ -19,6 +19,8 @@ _SOURCE = "stack_trace"
 _MODULE = "zc_module"
 _PLACES = "zc_places"
 _RECOMPUTE = "recompute"
+_CHECKPOINT = "ac_graph_id"
+_DIRECTION = "partitioner_tag"
 #: the partitioner treats tagged nodes with one id as one checkpointed region; far from the ids that user checkpoints get
 _PARAM_CHAINS = 100_000
 
@@ -78,7 +80,7 @@ def recompute(node: fx.Node) -> bool:
 def set_recompute(node: fx.Node) -> None:
     """Tag a node for the split: never saved, computed again where backward needs it."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta["ac_graph_id"] = _PARAM_CHAINS
+    node.meta[_CHECKPOINT] = _PARAM_CHAINS
 
 
 def saved(node: fx.Node) -> bool:
@@ -98,7 +100,7 @@ def is_tagged(node: fx.Node) -> bool:
 
 def clear_recompute(node: fx.Node) -> None:
     """Take the tag off again, after the split."""
-    for key in (_RECOMPUTE, "ac_graph_id"):
+    for key in (_RECOMPUTE, _CHECKPOINT):
         node.meta.pop(key, None)
 
 
@@ -130,6 +132,18 @@ def set_module(node: fx.Node, path: str) -> None:
 def copy_place(node: fx.Node, like: fx.Node) -> None:
     """Let a node come from where ``like`` does: source line and submodule."""
     for key in (_SOURCE, _MODULE):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph was made by autograd."""
+    return node.meta.get(_DIRECTION) == "is_backward"
+
+
+def copy_split(node: fx.Node, like: fx.Node) -> None:
+    """Let the split treat a node as it does ``like``: the direction it belongs to, and what was tagged."""
+    for key in (_DIRECTION, _RECOMPUTE, _CHECKPOINT):
         if key in like.meta:
             node.meta[key] = like.meta[key]
 

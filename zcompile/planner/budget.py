@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from zcompile.analysis.units import MIB
 from zcompile.capture.joint import Captured
 from zcompile.errors import ConfigError
+from zcompile.passes.align import Align
 from zcompile.passes.memory.recompute import Recompute
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.pipeline import Pipeline
@@ -112,9 +113,9 @@ def _trial(
 
 
 def with_recompute(pipeline: Pipeline, mode: Recompute) -> Pipeline:
-    """A pipeline with this pass where it belongs: before parameter chains are tagged."""
+    """A pipeline with this pass where it belongs: before others tag what is to be computed again."""
     passes = list(pipeline.passes)
-    place = next((i for i, p in enumerate(passes) if isinstance(p, RecomputeParams)), 0)
+    place = next((i for i, p in enumerate(passes) if isinstance(p, (Align, RecomputeParams))), 0)
     return replace(pipeline, passes=(*passes[:place], mode, *passes[place:]))
 
 

@@ -51,7 +51,8 @@ class Request:
         """
         states.num_states(self.optimizer)
         start = time.process_time()
-        traced = trace_with(self.module, self.inputs, config, world_size)
+        for_gpu = not self.hardware.host.blocks
+        traced = trace_with(self.module, self.inputs, config, world_size, for_gpu=for_gpu)
         capture_s = time.process_time() - start
         costs = None if self.measured is None else Costs.measured_in(traced.step, self.hardware, self.measured)
 
@@ -71,7 +72,7 @@ class Request:
             if rows is None:
                 return make_plan(traced.at(world_size=world, **rest), self.inputs)
             inputs = with_batch(self.inputs, rows)
-            other = trace_with(self.module, inputs, dataclasses.replace(config, **rest), world)
+            other = trace_with(self.module, inputs, dataclasses.replace(config, **rest), world, for_gpu=for_gpu)
             return make_plan(other, inputs)
 
         return with_advice(plan, replan, capture_s=capture_s)

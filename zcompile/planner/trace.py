@@ -79,11 +79,12 @@ class _Source:
     model: nn.Module
     captured: Captured
     verifier: Verifier
+    gpu: str
     pure: dict[str, PureStep] = field(default_factory=dict)
 
     def schedule(self, config: Config, world_size: int) -> Traced:
         check_world_size(world_size)
-        pipeline = passes.default_pipeline(config, size=world_size)
+        pipeline = passes.default_pipeline(config, size=world_size, gpu=self.gpu)
         with collector_paused():
             scheduled = schedule_step(self._split(pipeline), pipeline, self.verifier)
         specs = tuple(parameter_specs(self.model, config, world_size))
@@ -91,7 +92,8 @@ class _Source:
 
     def outline(self, config: Config, world_size: int) -> Unscheduled:
         check_world_size(world_size)
-        pipeline = passes.default_pipeline(dataclasses.replace(config, policy="none"), size=world_size)
+        unmoved = dataclasses.replace(config, policy="none")
+        pipeline = passes.default_pipeline(unmoved, size=world_size, gpu=self.gpu)
         with collector_paused():
             return outline_step(
                 self._split(pipeline), pipeline, parameter_specs(self.model, config, world_size), self.verifier
@@ -150,9 +152,15 @@ def trace(
 
 
 def trace_with(
-    model: nn.Module, example_inputs: Any, config: Config, world_size: int, *, training: bool = True
+    model: nn.Module,
+    example_inputs: Any,
+    config: Config,
+    world_size: int,
+    *,
+    training: bool = True,
+    for_gpu: bool = False,
 ) -> Traced:
-    """``trace`` with the options in one value."""
+    """``trace`` with the options in one value; ``for_gpu`` runs the passes as on a GPU, for which the CPU tensors stand."""
     check_world_size(world_size)
     args, kwargs = as_call(example_inputs)
     tensors, structure, _ = flatten((args, kwargs))
@@ -169,7 +177,8 @@ def trace_with(
     params = {id(named[s.name]): ParamType(s.name, s.shape, compute_dtype(s, config), s.requires_grad) for s in specs}
     with rng_untouched(_CPU), collector_paused():
         captured = capture(model, call, params, _CPU, type(model).__name__.lower())
-    return _Source(model, captured, Verifier(config.verify)).schedule(config, world_size)
+    source = _Source(model, captured, Verifier(config.verify), "cpu" if for_gpu else "cuda")
+    return source.schedule(config, world_size)
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
