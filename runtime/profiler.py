@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zcompile.program import Call, Instruction, Program, Release, StepProgram, TensorType, Wait
+from zcompile.program import Call, Instruction, Program, Release, Start, StepProgram, TensorType, Transfer, Wait
 from zcompile.runtime.clock import Mark, clock_of, is_done
 from zcompile.runtime.shards import Slot
 from zcompile.runtime.step import StepRunner
@@ -251,8 +251,9 @@ class Profiler:
             ticket = -1 if isinstance(ins, Call) else ins.ticket
             run.pieces.append(Piece(program.nodes[index], _kind(ins), labels[index], begin, end, ticket, sent))
             if isinstance(ins, Wait):
-                run.flights[ticket].works = ()
-            elif not isinstance(ins, Call):
+                if ticket in run.flights:
+                    run.flights[ticket].works = ()
+            elif isinstance(ins, Transfer) or (isinstance(ins, Start) and size > 1):
                 started = pending[ticket]
                 works = started.works
                 seen = clock.follow(started.lane, works) if works else end
