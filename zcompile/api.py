@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import passes
+from zcompile.budgeted import Budgeted, budget_bytes
 from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple
 from zcompile.errors import ConfigError, ShardingError
 from zcompile.module import CompiledModule
 from zcompile.modules import check_modules
-from zcompile.offloading import Offloading
 from zcompile.out_of_memory import explain
 from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
@@ -69,11 +69,11 @@ def compile(
     precision: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     backend: str = "inductor",
-    policy: str = "prefetch",
+    policy: str | None = None,
     recompute: str | float | None = None,
-    loss_chunk: str = "none",
+    loss_chunk: str | None = None,
     offload: str | Sequence[str] | None = None,
-    memory_budget: Any = None,
+    memory_budget: str | float | None = None,
     gradient_accumulation_steps: int = 1,
     accumulate_dtype: str | torch.dtype | None = None,
     ignore: str | Iterable[str] = (),
@@ -144,18 +144,17 @@ def compile(
         ShardingError: a parameter that cannot be taken over.
         RankError: ranks have different models or options, or one is missing.
     """
-    if memory_budget is not None:
-        raise ConfigError(f"memory_budget={memory_budget!r} is not supported in this version; leave it out")
     check_modules(model)
-    config = Config(
+    config = Config.choosing(
+        memory_budget,
+        policy=policy,
+        recompute=recompute,
+        loss_chunk=loss_chunk,
+        offload=offload,
         stage=stage,
         precision=dtype_name(precision),
         reduce_dtype=dtype_name(reduce_dtype),
         backend=backend,
-        policy=policy,
-        recompute=recompute,
-        loss_chunk=loss_chunk,
-        offload=str(Offloading.parse(offload)) or None,
         gradient_accumulation_steps=gradient_accumulation_steps,
         accumulate_dtype=dtype_name(accumulate_dtype),
         ignore=names_tuple("ignore", ignore),
@@ -170,6 +169,7 @@ def compile(
     )
     while _abandoned:
         _abandoned.pop()()
+    budget_bytes(config, _device(model))  # raises if it has no meaning there
     place = Mesh.create(mesh, device=_device(model), timeout=timeout)
     chosen = _pipeline(config, pipeline, place)
     label = f"{type(model).__name__.lower()}"
@@ -186,13 +186,14 @@ def plan(
     example_inputs: Any,
     *,
     world_size: int,
-    stage: int = 3,
+    stage: int | None = None,
     precision: str | torch.dtype | None = None,
     hardware: str | Path | Hardware = "h200",
-    policy: str = "prefetch",
+    policy: str | None = None,
     recompute: str | None = None,
-    loss_chunk: str = "none",
+    loss_chunk: str | None = None,
     offload: str | Sequence[str] | None = None,
+    memory_budget: str | float | None = None,
     optimizer: str = "adamw",
     backend: str = "inductor",
     reduce_dtype: str | torch.dtype | None = None,
@@ -227,15 +228,16 @@ def plan(
         CaptureError: the model cannot be captured.
     """
     check_modules(model)
-    config = Config(
+    config = Config.choosing(
+        memory_budget,
         stage=stage,
-        precision=dtype_name(precision),
-        reduce_dtype=dtype_name(reduce_dtype),
-        backend=backend,
         policy=policy,
         recompute=recompute,
         loss_chunk=loss_chunk,
-        offload=str(Offloading.parse(offload)) or None,
+        offload=offload,
+        precision=dtype_name(precision),
+        reduce_dtype=dtype_name(reduce_dtype),
+        backend=backend,
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
         differentiable=_differentiable(differentiable),
@@ -297,9 +299,11 @@ def _take_over(
 
     if config.cuda_graphs is not False and config.can_replay:
         _replay_steps(runner, label, asked=config.cuda_graphs is True)
-    session = Session(model, config, pipeline, runner, param_type, label)
+    budget = budget_bytes(config, mesh.device)
+    budgeted = None if budget is None else Budgeted(budget, config)
+    session = Session(model, config, pipeline, runner, param_type, label, budgeted)
     shards.when_out_of_memory = _explainer(session)
-    return CompiledModule(model, config, pipeline, session)
+    return CompiledModule(model, config, session)
 
 
 def _replay_steps(runner: StepRunner, label: str, asked: bool) -> None:
@@ -342,6 +346,10 @@ def _explainer(session: Session) -> Callable[[torch.OutOfMemoryError, str], Base
 def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipeline:
     if given is None:
         pipeline = passes.default_pipeline(config, size=mesh.size, axis=mesh.axis)
+    elif config.memory_budget is not None:
+        raise ConfigError(
+            f"pipeline and memory_budget={config.memory_budget!r} are both given; a pipeline says itself what is saved and kept"
+        )
     elif config.policy != "prefetch" or config.offloading.activations:
         both = f"policy={config.policy!r}" if config.policy != "prefetch" else f"offload={config.offload!r}"
         raise ConfigError(f"pipeline and {both} are both given; a pipeline contains its schedule passes")

@@ -57,15 +57,20 @@ def step_of(offloading: Offloading, machine: Hardware, bytes_per_parameter: int 
 
 
 def step_here(offloading: Offloading, device: torch.device) -> str:
-    """``step_of`` on a device of this machine, as the known hardware that its name says, else with the default links."""
+    """``step_of`` on a device of this machine."""
+    return step_of(offloading, hardware_here(device))
+
+
+def hardware_here(device: torch.device) -> Hardware:
+    """The known hardware that a device's name says; an H100 for a GPU that is not known."""
     if device.type != "cuda":
-        return step_of(offloading, hardware("cpu-2core"))
+        return hardware("cpu-2core")
     name = torch.cuda.get_device_name(device).lower()
     known = next(
         (h for h in ("h200", "h100", "a100-80", "mi300x", "rtx4090") if h.partition("-")[0].lstrip("rtx") in name),
         "h100",
     )
-    return step_of(offloading, hardware(known))
+    return hardware(known)
 
 
 def chunks(num_params: int, moments: Moments | None) -> list[int]:
