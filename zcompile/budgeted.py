@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,10 @@ from zcompile.errors import BudgetError, ConfigError
 from zcompile.ir import meta
 from zcompile.ir.graph import Step
 from zcompile.pipeline import Pipeline
+from zcompile.placement import ParamSpec
 from zcompile.planner.budget import tensor_bytes
-from zcompile.planner.choice import Choice, Decision, gib
-from zcompile.planner.decide import Elsewhere, Space, decide
+from zcompile.planner.choice import Choice, Decision, size
+from zcompile.planner.decide import Elsewhere, Space, decide, offloads
 from zcompile.planner.hosted import hardware_here, step_here
 from zcompile.planner.variants import Limits, Variants, library_bytes
 from zcompile.planner.walk import predict
@@ -61,7 +62,7 @@ def budget_bytes(config: Config, device: torch.device) -> int | None:
         total = torch.cuda.get_device_properties(device).total_memory
         if budget > total:
             raise ConfigError(
-                f"memory_budget is {gib(budget)} GiB and {device} has {gib(total)}; pass at most that, such as 0.9 of it"
+                f"memory_budget is {size(budget)} and {device} has {size(total)}; pass at most that, such as 0.9 of it"
             )
     return budget
 
@@ -141,6 +142,7 @@ class Budgeted:
             try:
                 variants = self._variants(session, captured, self._asked)
                 space = self._space(
+                    variants.specs,
                     hosts_states=all(offer.hosts_states for offer in offers),
                     alike=len({offer.work for offer in offers}) == 1,
                 )
@@ -192,16 +194,16 @@ class Budgeted:
             hosts_states=float(bool(optimizers) and all(isinstance(o, AdamW) for o in optimizers)),
         )
 
-    def _space(self, *, hosts_states: bool, alike: bool) -> Space:
+    def _space(self, specs: Sequence[ParamSpec], *, hosts_states: bool, alike: bool) -> Space:
         config, notes = self._asked, []
-        kinds = ["activations"] if config.cuda_graphs is not True and not config.debug_nonfinite else []
+        kinds = {"activations"} if config.cuda_graphs is not True and not config.debug_nonfinite else set()
         if hosts_states:
-            kinds += ["optimizer", *(f"{kind}+optimizer" for kind in kinds)]
+            kinds.add("optimizer")
         elif "offload" in config.free:
             notes.append(
                 "offload='optimizer' is not offered: it needs zcompile.optim.AdamW, built before the first call"
             )
-        return Space.of(config, ("", *kinds), amounts=alike, notes=tuple(notes))
+        return Space.of(config, offloads(specs, kinds), amounts=alike, notes=tuple(notes))
 
     def _elsewhere(self, call: Call, recapture: Callable[[Call], Captured]) -> Elsewhere:
         sizes = {t.shape[0] for t in call.tensors if t.dim()}
@@ -246,10 +248,10 @@ class Budgeted:
             peak = replace(variants, accepts=None).candidate(choice).peak_bytes
             if peak > self.budget_bytes and session.runner.shards.mesh.rank == 0:
                 log.warning(
-                    "memory_budget is %s GiB and a new capture of %s takes %s: nothing smaller is possible%s",
-                    gib(self.budget_bytes),
+                    "memory_budget is %s and a new capture of %s takes %s: nothing smaller is possible%s",
+                    size(self.budget_bytes),
                     session.name,
-                    gib(peak),
+                    size(peak),
                     " with the collectives that the ranks have agreed on" if several else "",
                 )
         return self._adopt(session, captured, choice)
@@ -261,10 +263,10 @@ class Budgeted:
         peak = tensor_bytes(memory) + self._limits.beside_bytes
         if peak > self.budget_bytes and shards.mesh.rank == 0:
             log.warning(
-                "memory_budget is %s GiB and a call of %s without gradients takes %s; pass fewer rows",
-                gib(self.budget_bytes),
+                "memory_budget is %s and a call of %s without gradients takes %s; pass fewer rows",
+                size(self.budget_bytes),
                 session.name,
-                gib(peak),
+                size(peak),
             )
 
     def _variants(self, session: Session, captured: Captured, config: Config) -> Variants:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zcompile.config import Config
+from zcompile.config import UNITS, Config
 from zcompile.offloading import Offloading
 from zcompile.passes.memory.recompute import Recompute
-
-GIB = 2**30
 
 #: most combinations that a table shows
 SHOWN = 10
@@ -71,7 +68,7 @@ class Choice:
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"policy {self.policy}"]
         if isinstance(self.recompute, float):
-            parts.append(f"recompute, blocks save {self.recompute / 1024:.2f} GiB")
+            parts.append(f"recompute all but {size(self.recompute * 2**20)} of blocks")
         elif self.recompute is not None:
             parts.append(f"recompute {self.recompute}")
         if self.loss_chunk != "none":
@@ -112,7 +109,7 @@ class Candidate:
     def row(self) -> str:
         """A line of a table."""
         fits = "yes" if self.fits else "no"
-        return f"{gib(self.peak_bytes):>10}{self.step_us / 1000:>10.2f}{fits:>6}  {self.choice}"
+        return f"{size(self.peak_bytes):>12}{self.step_us / 1000:>10.2f}{fits:>6}  {self.choice}"
 
     def to_dict(self) -> dict[str, Any]:
         """In types that JSON has."""
@@ -120,7 +117,7 @@ class Candidate:
 
 
 #: over the columns of ``Candidate.row``
-HEAD = f"{'peak GiB':>10}{'step ms':>10}{'fits':>6}  with"
+HEAD = f"{'peak':>12}{'step ms':>10}{'fits':>6}  with"
 
 
 @dataclass(frozen=True)
@@ -157,10 +154,10 @@ class Decision:
         }
 
     def __str__(self) -> str:
-        beside = f", of which {gib(self.beside_bytes)} for what is beside the model" if self.beside_bytes else ""
+        beside = f", of which {size(self.beside_bytes)} for what is beside the model" if self.beside_bytes else ""
         return "\n".join(
             [
-                f"memory_budget of {gib(self.budget_bytes)} GiB{beside}: {self.chosen.choice}",
+                f"memory_budget of {size(self.budget_bytes)}{beside}: {self.chosen.choice}",
                 HEAD,
                 *(c.row() + "  <- chosen" * (c is self.chosen) for c in self.shown),
                 *(f"note: {note}" for note in self.notes),
@@ -189,8 +186,7 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
     return min(fitting, key=_order) if fitting else None
 
 
-def gib(num_bytes: float) -> str:
-    """Bytes in GiB with three digits that count."""
-    value = num_bytes / GIB
-    digits = 2 if value >= 0.1 or not value else 1 - math.floor(math.log10(value))
-    return f"{value:.{digits}f}"
+def size(num_bytes: float) -> str:
+    """Bytes for people: ``12.92 GiB``."""
+    unit = next((name for name in ("GiB", "MiB") if num_bytes >= UNITS[name]), "KiB")
+    return f"{num_bytes / UNITS[unit]:.2f} {unit}"

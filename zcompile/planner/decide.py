@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -13,12 +13,14 @@ from zcompile.capture.joint import Captured
 from zcompile.config import Config
 from zcompile.errors import BudgetError, ZCompileError
 from zcompile.offloading import Offloading
+from zcompile.placement import ParamSpec
 from zcompile.planner.budget import close_in
-from zcompile.planner.choice import Candidate, Choice, Decision, best_of_kinds, fastest, gib
+from zcompile.planner.choice import Candidate, Choice, Decision, best_of_kinds, fastest, size
+from zcompile.planner.hosted import fitting_moments
 from zcompile.planner.variants import Variants
 
-#: what may go to the host, that which costs least first
-OFFLOADS = ("", "activations", "optimizer", "activations+optimizer", "activations+optimizer+parameters")
+#: what may go to the host
+KINDS = ("activations", "optimizer", "parameters")
 
 #: how often the ranks are doubled to find how many would do
 DOUBLINGS = 4
@@ -56,7 +58,7 @@ class Space:
     def of(
         cls,
         config: Config,
-        offloads: tuple[str, ...] = OFFLOADS,
+        offloads: tuple[str, ...],
         *,
         stages: tuple[int, ...] = (),
         amounts: bool = True,
@@ -81,6 +83,17 @@ class Space:
             amounts=amounts and "recompute" in free,
             notes=notes,
         )
+
+
+def offloads(specs: Sequence[ParamSpec], kinds: Collection[str] = KINDS) -> tuple[str, ...]:
+    """What may go to the host, that which costs least first: parameters never without the rest."""
+    moments = Offloading(optimizer=fitting_moments(specs))
+    found = ["", *(["activations"] if "activations" in kinds else [])]
+    if "optimizer" in kinds:
+        found += ["+".join(filter(None, (other, str(moments)))) for other in found]
+    if "parameters" in kinds:
+        found.append("activations+optimizer+parameters")
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ def decide(variants: Variants, space: Space, elsewhere: Elsewhere | None = None)
     search.run()
     chosen = fastest(search.planned)
     if chosen is None:
-        raise refusal(search.planned, variants, elsewhere or Elsewhere())
+        raise refusal(search, variants, elsewhere or Elsewhere())
     limits = variants.limits
     notes = (*space.notes, *search.useless.values(), *_given_for_nothing(chosen, space))
     return Decision(limits.budget_bytes, limits.beside_bytes, chosen, tuple(search.planned), notes)
@@ -279,9 +292,9 @@ def _given_for_nothing(chosen: Candidate, space: Space) -> list[str]:
 # Nothing fits. --------------------------------------------------------------------------------------------------------
 
 
-def refusal(planned: list[Candidate], variants: Variants, elsewhere: Elsewhere) -> BudgetError:
+def refusal(search: _Search, variants: Variants, elsewhere: Elsewhere) -> BudgetError:
     """The error that says how near it comes, and what would fit: each planned."""
-    limits = variants.limits
+    limits, planned = variants.limits, search.planned
     nearest = sorted(best_of_kinds(planned), key=lambda c: c.peak_bytes)
     least = nearest[0]
     changes: list[str] = []
@@ -292,7 +305,7 @@ def refusal(planned: list[Candidate], variants: Variants, elsewhere: Elsewhere) 
         except ZCompileError:
             return False
         if found.fits:
-            changes.append(f"{what}: peak {gib(found.peak_bytes)} GiB, step {found.step_us / 1000:.2f} ms")
+            changes.append(f"{what}: peak {size(found.peak_bytes)}, step {found.step_us / 1000:.2f} ms")
         return found.fits
 
     if least.choice.loss_chunk in ("none", "auto"):
@@ -303,26 +316,54 @@ def refusal(planned: list[Candidate], variants: Variants, elsewhere: Elsewhere) 
         world = variants.world_size << double
         if tell(f"{world} ranks instead of {variants.world_size}", variants, least.choice, world):
             break
-    rows = elsewhere.rows
-    while elsewhere.capture is not None and rows > 1:
-        rows //= 2
-        try:
-            captured = elsewhere.capture(rows)
-        except ZCompileError:
-            break  # a model whose rows are not its inputs' first size
-        smaller = replace(variants, captured=captured, pure={}, _bases={})
-        if tell(f"micro-batch {rows} instead of {elsewhere.rows}", smaller, least.choice):
-            break
+    for rows in _fewer_rows(least, variants, elsewhere):
+        tell(f"micro-batch {rows.number} instead of {elsewhere.rows}", rows.variants, least.choice)
     need = next((c for c in nearest if limits.host_bytes is None or c.host_bytes <= limits.host_bytes), least)
-    changes.append(f"memory_budget={need.peak_bytes} ({gib(need.peak_bytes)} GiB), with {need.choice}")
+    changes.append(f"memory_budget={need.peak_bytes} ({size(need.peak_bytes)}), with {need.choice}")
     beyond = ""
     if limits.host_bytes is not None and least.host_bytes > limits.host_bytes:
-        beyond = f" and {gib(least.host_bytes)} GiB of host memory, of which there are {gib(limits.host_bytes)}"
+        beyond = f" and {size(least.host_bytes)} of host memory, of which there are {size(limits.host_bytes)}"
     if limits.device_bytes is not None and least.peak_bytes <= limits.budget_bytes:
-        beyond += f", which with its reserve is more than the device's {gib(limits.device_bytes)} GiB"
+        beyond += f", which with its reserve is more than the device's {size(limits.device_bytes)}"
+    said = "".join(f"; {note}" for note in (*search.space.notes, *search.useless.values()))
     return BudgetError.of(
-        f"memory_budget is {gib(limits.budget_bytes)} GiB and the least of {len(planned)} combinations that were planned takes "
-        f"{gib(least.peak_bytes)} GiB{beyond}: {least.choice}; what would fit: {'; '.join(changes)}",
+        f"memory_budget is {size(limits.budget_bytes)} and the least of {len(planned)} combinations that were planned takes "
+        f"{size(least.peak_bytes)}{beyond}: {least.choice}; what would fit: {'; '.join(changes)}{said}",
         least.peak_bytes,
         changes,
     )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A smaller micro-batch, captured."""
+
+    number: int
+    variants: Variants
+    peak_bytes: int
+
+
+def _fewer_rows(least: Candidate, variants: Variants, elsewhere: Elsewhere) -> list[_Rows]:
+    """Nearly the largest micro-batch that fits, if one does: the peak is mostly a line over rows, of which half of them are a point."""
+    budget = variants.limits.budget_bytes
+
+    def captured(number: int) -> _Rows | None:
+        try:
+            assert elsewhere.capture is not None
+            other = replace(variants, captured=elsewhere.capture(number), pure={}, _bases={})
+            return _Rows(number, other, other.candidate(least.choice).peak_bytes)
+        except ZCompileError:
+            return None  # a model whose rows are not the first size of its inputs
+
+    if elsewhere.capture is None or elsewhere.rows < 2 or (half := captured(elsewhere.rows // 2)) is None:
+        return []
+    of_row = (least.peak_bytes - half.peak_bytes) / (elsewhere.rows - half.number)
+    most = half.number + (budget - half.peak_bytes) / of_row if of_row > 0 else 0.0
+    found = half if half.peak_bytes <= budget else None
+    for number in (int(most), int(0.9 * most)):
+        if not (found.number if found else 0) < number < elsewhere.rows:
+            break
+        other = captured(number)
+        if other is not None and other.peak_bytes <= budget:
+            return [other]
+    return [found] if found else []

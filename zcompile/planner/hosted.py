@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from zcompile.offloading import Moments, Offloading
+from zcompile.placement import ParamSpec
 from zcompile.planner.hardware import Hardware, hardware
 from zcompile.runtime.arenas import ArenaKey, ArenaLayout
 from zcompile.runtime.host import pages
 from zcompile.runtime.hosted_update import NUM_SLOTS, chunk_numel
+
+#: chunks of states are at most this part of them: the six buffers of a chunk each take a tenth of what they save
+BUFFERS_SHARE = 30
 
 
 def parameter_bytes(layout: ArenaLayout) -> int:
@@ -71,6 +75,12 @@ def hardware_here(device: torch.device) -> Hardware:
         "h100",
     )
     return hardware(known)
+
+
+def fitting_moments(specs: Sequence[ParamSpec]) -> Moments:
+    """Offloading of optimizer states with chunks so small that the buffers take a small part of what leaves the device."""
+    largest = max((size * k.dtype.itemsize for k, size in ArenaLayout(specs).sizes.items() if k.trainable), default=0)
+    return Moments(chunk_mib=max(min(Moments().chunk_mib, round(largest / BUFFERS_SHARE / 2**20, 3)), 1 / 1024))
 
 
 def chunks(num_params: int, moments: Moments | None) -> list[int]:

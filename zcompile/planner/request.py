@@ -15,7 +15,7 @@ from zcompile.config import Config
 from zcompile.planner import states
 from zcompile.planner.advice import advise as with_advice
 from zcompile.planner.advice import with_batch
-from zcompile.planner.decide import Elsewhere, Space, decide
+from zcompile.planner.decide import Elsewhere, Space, decide, offloads
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs
 from zcompile.planner.memory import Setup
@@ -112,7 +112,7 @@ class Request:
         def capture(rows: int) -> Captured:
             return trace_with(self.module, with_batch(self.inputs, rows), config, world_size).captured
 
-        space = Space.of(config, stages=stages if world_size > 1 else ())
+        space = Space.of(config, offloads(traced.specs), stages=stages if world_size > 1 else ())
         decision = decide(variants, space, Elsewhere(batch_of(self.inputs)[0], capture))
         choice = decision.chosen.choice
         chosen = traced.with_passes(choice.config(config), variants.pipeline(choice))
