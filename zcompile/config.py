@@ -229,6 +229,13 @@ def names_tuple(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
     return patterns
 
 
+def outputs_tuple(given: Sequence[str | int] | int | None) -> tuple[str | int, ...] | None:
+    """Names and indices as a tuple; a single one stands for itself."""
+    if given is None:
+        return None
+    return (given,) if isinstance(given, (str, int)) else tuple(given)
+
+
 def _one_of(what: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{what} is {value!r}; it must be one of {', '.join(known)}")

@@ -72,6 +72,7 @@ class Variants:
         pure: steps after the split by their joint passes; may be shared.
         measured: times of regions by structure, as ``profile.region_times()`` gives them.
         accepts: whether a step may run at all; one that may not does not fit.
+        tick: called before each combination is planned.
     """
 
     captured: Captured
@@ -85,6 +86,7 @@ class Variants:
     pure: dict[str, PureStep] = field(default_factory=dict)
     measured: Mapping[str, float] | None = None
     accepts: Callable[[Step], bool] | None = None
+    tick: Callable[[], None] | None = None
     _bases: dict[tuple[str, int], tuple[Unscheduled, Costs]] = field(default_factory=dict)
     _verifier: Verifier = field(default_factory=lambda: Verifier("off"))
 
@@ -105,6 +107,8 @@ class Variants:
         Raises:
             PassError, PipelineError: options that cannot be had for this model.
         """
+        if self.tick is not None:
+            self.tick()
         world, limits, offloading = world_size or self.world_size, self.limits, choice.offloading
         with collector_paused():
             step, base, costs = self._scheduled(choice, world)
