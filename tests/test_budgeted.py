@@ -57,13 +57,17 @@ def allocated(run: Callable[[], Any]) -> int:
     return most
 
 
-def measured_peak(model: Any, optimizer: Any) -> int:
-    """What the tensors of a warm step take, without what is on the host: what there is between steps, and what comes in one."""
+def between_steps(model: Any, optimizer: Any) -> int:
+    """What tensors take between two steps, without what is on the host."""
     report, update = model.report(optimizer), model._session.runner.shards.hosting.update
     states = report.optimizer_bytes if update is None else update.device_bytes
     gradients = model._session.runner.shards.gradients.arenas.values()
-    between = report.parameter_bytes + states + sum(arena.nbytes for arena in gradients) + report.gathered_held_bytes
-    return between + allocated(lambda: train(model, optimizer, steps=1))
+    return report.parameter_bytes + states + sum(arena.nbytes for arena in gradients) + report.gathered_held_bytes
+
+
+def measured_peak(model: Any, optimizer: Any) -> int:
+    """What the tensors of a warm step take: what there is between steps, and what comes in one."""
+    return between_steps(model, optimizer) + allocated(lambda: train(model, optimizer, steps=1))
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,6 @@ class Budgeted:
         self._limits = Limits(budget_bytes)
         self._optimizer = "adamw"
         self._first: Decision | None = None
-        self._policy = config.policy
 
     def pipeline(
         self, session: Session, captured: Captured, call: Call, recapture: Callable[[Call], Captured]

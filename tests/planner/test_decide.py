@@ -163,17 +163,17 @@ def test_what_is_given_stays() -> None:
 def test_a_refusal_says_what_would_fit_and_that_is_so() -> None:
     options: dict[str, Any] = {"stage": 3, "offload": "none", "policy": "prefetch"}
     with pytest.raises(BudgetError) as refused:
-        make("150KiB", **options)
+        make("160KiB", **options)
     error = refused.value
     text = str(error)
-    assert text.startswith("memory_budget is 150.00 KiB and the least of ") and isinstance(error, ConfigError)
+    assert text.startswith("memory_budget is 160.00 KiB and the least of ") and isinstance(error, ConfigError)
     ranks = re.search(r"(\d+) ranks instead of 2: peak ([\d.]+ KiB)", text)
     rows = re.search(r"micro-batch (\d+) instead of 16: peak ([\d.]+ KiB)", text)
     budget = re.search(r"memory_budget=(\d+) ", text)
     assert rows is not None and budget is not None
-    make("150KiB", rows=int(rows[1]), **options)
+    make("160KiB", rows=int(rows[1]), **options)
     if ranks is not None:
-        make("150KiB", **options | {"world_size": int(ranks[1])})
+        make("160KiB", **options | {"world_size": int(ranks[1])})
     assert int(budget[1]) == error.least_bytes
     assert make(error.least_bytes, **options).decision.chosen.peak_bytes <= error.least_bytes
     with pytest.raises(BudgetError):

@@ -11,7 +11,7 @@ from itertools import product
 from zcompile.analysis.units import MIB
 from zcompile.capture.joint import Captured
 from zcompile.config import Config
-from zcompile.errors import BudgetError, ZCompileError
+from zcompile.errors import BudgetError, PassError, PipelineError, PlanError, RankError, VerifyError
 from zcompile.offloading import Offloading
 from zcompile.placement import ParamSpec
 from zcompile.planner.budget import close_in
@@ -21,6 +21,9 @@ from zcompile.planner.variants import Variants
 
 #: what may go to the host
 KINDS = ("activations", "optimizer", "parameters")
+
+#: what says that a combination cannot be had for a model
+CANNOT = (PassError, PipelineError, PlanError, VerifyError)
 
 #: how often the ranks are doubled to find how many would do
 DOUBLINGS = 4
@@ -152,7 +155,7 @@ class _Search:
         if choice not in self._known:
             try:
                 self._known[choice] = self.variants.candidate(choice)
-            except ZCompileError:
+            except CANNOT:
                 self._known[choice] = None
         return self._known[choice]
 
@@ -302,7 +305,7 @@ def refusal(search: _Search, variants: Variants, elsewhere: Elsewhere) -> Budget
     def tell(what: str, other: Variants, choice: Choice, world_size: int | None = None) -> bool:
         try:
             found = other.candidate(choice, world_size)
-        except ZCompileError:
+        except CANNOT:
             return False
         if found.fits:
             changes.append(f"{what}: peak {size(found.peak_bytes)}, step {found.step_us / 1000:.2f} ms")
@@ -352,15 +355,17 @@ def _fewer_rows(least: Candidate, variants: Variants, elsewhere: Elsewhere) -> l
             assert elsewhere.capture is not None
             other = replace(variants, captured=elsewhere.capture(number), pure={}, _bases={})
             return _Rows(number, other, other.candidate(least.choice).peak_bytes)
-        except ZCompileError:
-            return None  # a model whose rows are not the first size of its inputs
+        except RankError:
+            raise
+        except Exception:  # whatever forward raises that does not take so few rows, or has them in another place
+            return None
 
     if elsewhere.capture is None or elsewhere.rows < 2 or (half := captured(elsewhere.rows // 2)) is None:
         return []
     of_row = (least.peak_bytes - half.peak_bytes) / (elsewhere.rows - half.number)
-    most = half.number + (budget - half.peak_bytes) / of_row if of_row > 0 else 0.0
+    most = int(half.number + (budget - half.peak_bytes) / of_row) if of_row > 0 else 0
     found = half if half.peak_bytes <= budget else None
-    for number in (int(most), int(0.9 * most)):
+    for number in (most, most // 2, most // 4):
         if not (found.number if found else 0) < number < elsewhere.rows:
             break
         other = captured(number)
