@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zcompile
-from tests.dist.models import CASES, Batch
+from tests.dist.models import CASES, Batch, Deep
 from tests.dist.pool import Pools
 from tests.dist.training import (
     Trained,
@@ -30,7 +30,7 @@ from zcompile.errors import BudgetError
 pytestmark = pytest.mark.dist
 
 STEPS = 3
-DEEP = CASES["deep"]
+DEEP = dataclasses.replace(CASES["deep"], make=functools.partial(Deep, 2))
 
 
 def rows_of(rank: int, even: bool) -> int:
@@ -87,7 +87,7 @@ def trains_alike(stage: int) -> None:
     assert len(set(choices)) == 3, choices
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.wide), 3])
 def test_equals_plain_pytorch(ranks: Pools, stage: int) -> None:
     ranks(2, trains_alike, stage=stage)
 
@@ -191,7 +191,7 @@ def window(stage: int) -> tuple[int, int]:
     return between_steps(model, optimizer) + allocated(run), model.report().decision.chosen.peak_bytes
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.wide)])
 def test_windows_are_counted(ranks: Pools, stage: int) -> None:
     """Gradients that are there at the forward, and full ones that wait for the window's end at stage 1. Threads of gloo give their
     copies back when they come to it, so that one rank may have a bucket more than was predicted."""

@@ -40,7 +40,7 @@ def machine() -> Hardware:
 def example(micro_batch: int = 16) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """Also the factory of the command line's test: activations take more than states."""
     with torch.device("meta"):
-        return Deep(3), {n: torch.empty(micro_batch, 6, dtype=torch.int64) for n in ("tokens", "labels")}
+        return Deep(2), {n: torch.empty(micro_batch, 6, dtype=torch.int64) for n in ("tokens", "labels")}
 
 
 @cache
@@ -68,7 +68,7 @@ def everything() -> list[Candidate]:
     """Every combination of the ends, without pruning."""
     many = variants(1)
     policies = [
-        *(f"keep{{units={n}}},prefetch" for n in (0, 1, 2, 4, 5)),
+        *(f"keep{{units={n}}},prefetch" for n in (0, 1, 2, 4)),
         "keep{units=0},bucket{mib=0},prefetch",
         "none",
     ]
@@ -79,7 +79,7 @@ def everything() -> list[Candidate]:
     ]
 
 
-@pytest.mark.parametrize("quantile", [0.0, 0.15, 0.4, 0.7, 0.95])
+@pytest.mark.parametrize("quantile", [0.0, 0.4, 0.95])
 def test_nothing_that_fits_is_faster(quantile: float) -> None:
     """Against a search of everything; with amounts in between it may be faster than all of that."""
     peaks = sorted(candidate.peak_bytes for candidate in everything())
@@ -123,8 +123,8 @@ def peak_without(**options: Any) -> int:
 
 def test_a_plan_takes_what_was_chosen_and_shows_it() -> None:
     whole = peak_without()
-    plan = make(whole - (60 << 10))
-    assert plan.decision is not None and plan.traced.config.memory_budget == whole - (60 << 10)
+    plan = make(int(0.85 * whole))
+    assert plan.decision is not None and plan.traced.config.memory_budget == int(0.85 * whole)
     chosen = plan.decision.chosen
     assert plan.timeline.step_us == pytest.approx(chosen.step_us)
     assert plan.memory.peak_bytes - plan.memory.peak.during["context and libraries"] <= chosen.peak_bytes * 1.06
@@ -197,8 +197,6 @@ def test_the_host_is_a_limit_too() -> None:
     specs = traced().specs
     assert offloads(specs, KINDS)[0] == "" and len(offloads(specs, KINDS)) == 5
     given: dict[str, Any] = {"hardware": little, "stage": 3, "policy": "prefetch", "recompute": "none", "rows": 1}
-    with pytest.raises(BudgetError, match=r"KiB of host memory, of which there are 0\.00 KiB"):
-        make("1KiB", **given)
     with pytest.raises(BudgetError, match=r"KiB of host memory, of which there are 0\.00 KiB"):
         make(1.0, offload="optimizer", **given)
 
