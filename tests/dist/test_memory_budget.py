@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.dist.training import (
 )
 from tests.test_budgeted import allocated, between_steps
 from zcompile.errors import BudgetError
+from zcompile.planner.variants import Variants
 
 pytestmark = pytest.mark.dist
 
@@ -160,6 +162,31 @@ def test_what_cannot_fit_is_refused_on_every_rank(ranks: Pools) -> None:
     assert outcomes[0].text == outcomes[1].text
     assert outcomes[0].text.startswith("memory_budget is 3.00 KiB and the least of ")
     assert "micro-batch 1 instead of 2" not in outcomes[0].text, "states alone are too much, too"
+
+
+def slow_planning() -> float:
+    """The search alone takes longer than any wait may; the others hear that it goes on."""
+    plan, begin = Variants.candidate, time.monotonic()
+
+    def slow(self: Variants, *arguments: Any) -> Any:
+        time.sleep(1.0)
+        return plan(self, *arguments)
+
+    Variants.candidate = slow
+    try:
+        model = zcompile.compile(
+            DEEP.build(), backend="eager", verify="off", timeout=8.0, memory_budget="100KiB", policy="prefetch", offload="none"
+        )
+        model(**DEEP.data(0, this_rank()))
+    except BudgetError:
+        pass
+    finally:
+        Variants.candidate = plan
+    return time.monotonic() - begin
+
+
+def test_ranks_wait_for_the_one_that_plans(ranks: Pools) -> None:
+    assert min(ranks(2, slow_planning)) > 8.0
 
 
 def other_budgets() -> None:
