@@ -14,7 +14,7 @@ from tests.gpu.test_training_gpu import parse
 pytestmark = pytest.mark.gpu
 
 #: of everything here; a name other than cuda is for trying the tests themselves without a GPU
-DEVICE, BACKEND = "cpu", "eager"
+DEVICE, BACKEND = "cuda", "inductor"
 NUM_DEVICES = torch.cuda.device_count()
 
 LIMIT = 420.0  # seconds: five searches, and compilation of four kinds of steps

@@ -79,8 +79,8 @@ def hardware_here(device: torch.device) -> Hardware:
 
 def fitting_moments(specs: Sequence[ParamSpec]) -> Moments:
     """Offloading of optimizer states with chunks so small that the buffers take a small part of what leaves the device."""
-    largest = max((size * k.dtype.itemsize for k, size in ArenaLayout(specs).sizes.items() if k.trainable), default=0)
-    return Moments(chunk_mib=max(min(Moments().chunk_mib, round(largest / BUFFERS_SHARE / 2**20, 3)), 1 / 1024))
+    state = sum(size * key.dtype.itemsize for key, size in ArenaLayout(specs).sizes.items() if key.trainable)
+    return Moments(chunk_mib=max(min(Moments().chunk_mib, round(state / BUFFERS_SHARE / 2**20, 3)), 1 / 1024))
 
 
 def chunks(num_params: int, moments: Moments | None) -> list[int]:
