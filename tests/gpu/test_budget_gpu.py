@@ -20,7 +20,13 @@ NUM_DEVICES = torch.cuda.device_count()
 LIMIT = 420.0  # seconds: five searches, and compilation of four kinds of steps
 
 WORLDS = [
-    pytest.param(n, marks=pytest.mark.skipif(DEVICE == "cuda" and n > NUM_DEVICES, reason=f"needs {n} CUDA devices"))
+    pytest.param(
+        n,
+        marks=[
+            *[pytest.mark.dist] * (n > 1),
+            pytest.mark.skipif(DEVICE == "cuda" and n > NUM_DEVICES, reason=f"needs {n} CUDA devices"),
+        ],
+    )
     for n in (1, 2)
 ]
 
