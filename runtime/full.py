@@ -135,14 +135,14 @@ def broadcast(mesh: Mesh, tensors: Iterable[Tensor], root: int = 0) -> None:
             tensor.copy_(staged)
 
 
-def broadcast_object(mesh: Mesh, value: Any) -> Any:
-    """Rank 0's value, on every rank: a copy of anything that pickles. Collective; one rank alone gets its own."""
+def broadcast_object(mesh: Mesh, value: Any, root: int = 0) -> Any:
+    """Rank ``root``'s value, on every rank: a copy of anything that pickles. Collective; one rank alone gets its own."""
     if mesh.size == 1:
         return value
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mesh.rank == 0 else torch.empty(0)
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mesh.rank == root else torch.empty(0)
     length = torch.tensor([data.numel()])
-    broadcast(mesh, [length])
-    if mesh.rank != 0:
+    broadcast(mesh, [length], root)
+    if mesh.rank != root:
         data = torch.empty(int(length), dtype=torch.uint8)
-    broadcast(mesh, [data])
-    return value if mesh.rank == 0 else pickle.loads(bytes(data.tolist()))
+    broadcast(mesh, [data], root)
+    return value if mesh.rank == root else pickle.loads(bytes(data.tolist()))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zcompile.offloading import Offloading
+from zcompile.offloading import Moments, Offloading
 from zcompile.runtime.arenas import ArenaKey, ArenaLayout, aligned_empty, aligned_zeros, allocate
 from zcompile.runtime.host import Copies, HostMemory, Lanes
 from zcompile.runtime.hosted_update import HostedUpdate
@@ -44,11 +44,19 @@ class Hosting:
         self.update: HostedUpdate | None = None
         self._leaving: list[Copies] = []
         if self.parameters or offloading.optimizer is not None:
-            moments = offloading.optimizer
-            chunk_mib = 32.0 if moments is None else moments.chunk_mib
-            self.update = HostedUpdate(
-                device, memory, self.lanes, "in place" if self.parameters else step, int(chunk_mib * 2**20)
-            )
+            self._update_there(offloading.optimizer or Moments(), "in place" if self.parameters else step)
+
+    def _update_there(self, moments: Moments, step: str) -> None:
+        self.update = HostedUpdate(self.device, self.memory, self.lanes, step, int(moments.chunk_mib * 2**20))
+
+    def host_states(self, moments: Moments, step: str, layout: ArenaLayout) -> None:
+        """Have the states of optimizers on the host from now on. Those that there are stay until ``AdamW.move_states``.
+
+        Raises:
+            HostMemoryError: there is not enough room.
+        """
+        self._update_there(moments, step)
+        self._promise_states(layout)
 
     @property
     def home(self) -> torch.device:
@@ -76,11 +84,15 @@ class Hosting:
             log.warning("no parameter is trainable, so there are no optimizer states to offload")
         if self.parameters:
             self.memory.promise(trainable, GRADIENTS)
-        if self.update is not None:
-            self.memory.promise(NUM_MOMENTS * trainable, STATES)
-            for key, size in layout.sizes.items():
-                if key.trainable:
-                    self.update.largest[key.dtype] = max(size, self.update.largest.get(key.dtype, 0))
+        self._promise_states(layout)
+
+    def _promise_states(self, layout: ArenaLayout) -> None:
+        if self.update is None:
+            return
+        sizes = {key: size for key, size in layout.sizes.items() if key.trainable}
+        self.memory.promise(NUM_MOMENTS * sum(size * key.dtype.itemsize for key, size in sizes.items()), STATES)
+        for key, size in sizes.items():
+            self.update.largest[key.dtype] = max(size, self.update.largest.get(key.dtype, 0))
 
     def allocate(self, sizes: Mapping[ArenaKey, int]) -> dict[ArenaKey, Tensor]:
         """The flat parameter memory."""

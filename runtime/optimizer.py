@@ -268,6 +268,16 @@ class AdamW(Optimizer):
                 cell.take(self.state[parameter])
                 self._cells[parameter] = cell
 
+    @torch.no_grad()
+    def move_states(self) -> None:
+        """Put states that there are where those of the shards are from now on, such as the host."""
+        self._plans.clear()
+        for group in self.param_groups:
+            found = [(p, slot) for p in group["params"] if self._state.get(p) and (slot := Slot.of(p)) is not None]
+            places = [(p, shards, i) for p, (shards, i) in found if shards.layout.places[i] is not None]
+            if group["eps"] != 0:
+                self._make_home(places, group["amsgrad"])
+
     # Any other parameter. ---------------------------------------------------------------------------------------------
 
     def _step_single(self, group: dict[str, Any], parameter: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import RankError
-from zcompile.program import Port, Program, Runnable, Start, StepProgram
+from zcompile.program import Port, Program, Runnable, Start, StepProgram, Transfer
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Chunks
 from zcompile.runtime.pace import Pace
@@ -32,6 +32,9 @@ IN_USE = (
 
 #: why a step is not replayed that would not be faster
 DEVICE_BOUND = "the host issues it faster than the device runs it"
+
+#: why a step is not replayed that moves values to the host
+MOVES = "activations of it are offloaded"
 
 #: what a forward leaves for its backward
 _LEFT = ("saved", "kept")
@@ -191,6 +194,8 @@ class Tapes:
         if tape is None:
             if self._over:
                 return self._over
+            if any(type(ins) is Transfer for ins in step.forward.program.instructions):
+                return MOVES
             if self._recordings == MAX_RECORDINGS:
                 return "buffers were replaced too often"
             if self._pace is not None:

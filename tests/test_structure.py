@@ -54,6 +54,7 @@ TOP = frozenset(
         "__init__",
         "__main__",
         "api",
+        "budgeted",
         "build",
         "checkpoint",
         "commands",

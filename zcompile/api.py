@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import passes
+from zcompile.budgeted import Budgeted, budget_bytes
 from zcompile.capture.convert import ParamType
-from zcompile.config import Config, dtype_name, names_tuple
+from zcompile.config import Config, dtype_name, names_tuple, outputs_tuple
 from zcompile.errors import ConfigError, ShardingError
 from zcompile.module import CompiledModule
 from zcompile.modules import check_modules
-from zcompile.offloading import Offloading
 from zcompile.out_of_memory import explain
 from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
@@ -69,11 +69,11 @@ def compile(
     precision: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     backend: str = "inductor",
-    policy: str = "prefetch",
+    policy: str | None = None,
     recompute: str | float | None = None,
-    loss_chunk: str = "none",
+    loss_chunk: str | None = None,
     offload: str | Sequence[str] | None = None,
-    memory_budget: Any = None,
+    memory_budget: str | float | None = None,
     gradient_accumulation_steps: int = 1,
     accumulate_dtype: str | torch.dtype | None = None,
     ignore: str | Iterable[str] = (),
@@ -100,7 +100,7 @@ def compile(
         precision: None computes in the model's own dtypes; ``"bf16"`` or ``"fp16"``: fp32 masters, computed and gathered in that dtype.
         reduce_dtype: dtype of gradient reductions; None: that of the masters.
         backend: ``"inductor"`` compiles regions, ``"eager"`` interprets them (the reference).
-        policy: schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``, or ``"none"``.
+        policy: schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``, or ``"none"``. None: ``"prefetch"``.
         recompute: what is computed again in backward instead of being saved: None leaves it to the split, which computes cheap
             things again; ``"selective"``: everything in repeated blocks but matmuls, attention and convolutions; ``"full"``: whole
             blocks, of which only what they hand on is saved. A budget for all tensors of a rank, such as ``"24GiB"`` or ``0.8`` of
@@ -108,10 +108,20 @@ def compile(
         loss_chunk: how the cross-entropy of a linear layer (a language model's head) is computed. ``"auto"``: from 32000 classes and
             256 MiB of logits on in pieces of at most so much, where the model does not return the logits; the gradients recompute
             them, one matmul more. A size such as ``"64MiB"``: in pieces of at most that for any number of classes, and logits that
-            the model returns beside the loss are None in training. ``"none"``: as the model says.
+            the model returns beside the loss are None in training. ``"none"``, and None: as the model says.
         offload: what is kept in the host's memory: ``"activations"``, ``"optimizer"`` (the states of ``zcompile.optim.AdamW``),
             ``"parameters"`` (shards and their gradients), or several, as a list or joined by ``+``. Options in braces:
             ``"activations{mib=4 lookahead=2}"``, ``"optimizer{step=cpu}"``.
+        memory_budget: what all tensors of a rank may take on its device at most, such as ``"24GiB"``, a number of bytes, or ``0.8`` of
+            a GPU. Of ``policy``, ``recompute``, ``loss_chunk`` and ``offload`` those that are None are chosen: the combination with
+            the shortest predicted step whose predicted peak keeps the budget (``"none"`` for ``recompute`` and ``offload``: not
+            chosen, and not done). That is decided at the first training call, by the rank with the largest batch for all, with
+            what is on the device already counted in; ``model.report().decision`` holds it and its alternatives, and the log of rank
+            0 shows them. ``stage`` and parameters on the host must be there before, so they stay as given. States go to the host
+            only if ``zcompile.optim.AdamW`` was built before that call; they stay where they are then. A later capture chooses
+            again what may differ: on several ranks not what would change the order of collectives. If it cannot keep the budget, a
+            warning says so. The peak is predicted for updates by ``zcompile.optim``; building the full model on the device, and
+            ``no_sync``, may take more. Of options that save nothing it is said.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many. Stages 0
             and 1 communicate at its end alone, and keep full gradients until then; the caller scales the loss.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
@@ -141,26 +151,26 @@ def compile(
 
     Raises:
         ConfigError: options that have no meaning, alone or together.
+        BudgetError: at the first training call: nothing keeps ``memory_budget``; says what comes nearest, and what would fit.
         ShardingError: a parameter that cannot be taken over.
         RankError: ranks have different models or options, or one is missing.
     """
-    if memory_budget is not None:
-        raise ConfigError(f"memory_budget={memory_budget!r} is not supported in this version; leave it out")
     check_modules(model)
-    config = Config(
+    config = Config.choosing(
+        memory_budget,
+        policy=policy,
+        recompute=recompute,
+        loss_chunk=loss_chunk,
+        offload=offload,
         stage=stage,
         precision=dtype_name(precision),
         reduce_dtype=dtype_name(reduce_dtype),
         backend=backend,
-        policy=policy,
-        recompute=recompute,
-        loss_chunk=loss_chunk,
-        offload=str(Offloading.parse(offload)) or None,
         gradient_accumulation_steps=gradient_accumulation_steps,
         accumulate_dtype=dtype_name(accumulate_dtype),
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
-        differentiable=_differentiable(differentiable),
+        differentiable=outputs_tuple(differentiable),
         verify=verify,
         timeout=timeout,
         max_captures=max_captures,
@@ -170,6 +180,7 @@ def compile(
     )
     while _abandoned:
         _abandoned.pop()()
+    budget_bytes(config, _device(model))  # raises if it has no meaning there
     place = Mesh.create(mesh, device=_device(model), timeout=timeout)
     chosen = _pipeline(config, pipeline, place)
     label = f"{type(model).__name__.lower()}"
@@ -186,13 +197,14 @@ def plan(
     example_inputs: Any,
     *,
     world_size: int,
-    stage: int = 3,
+    stage: int | None = None,
     precision: str | torch.dtype | None = None,
     hardware: str | Path | Hardware = "h200",
-    policy: str = "prefetch",
+    policy: str | None = None,
     recompute: str | None = None,
-    loss_chunk: str = "none",
+    loss_chunk: str | None = None,
     offload: str | Sequence[str] | None = None,
+    memory_budget: str | float | None = None,
     optimizer: str = "adamw",
     backend: str = "inductor",
     reduce_dtype: str | torch.dtype | None = None,
@@ -214,7 +226,9 @@ def plan(
             shapes and dtypes count: tensors may be on ``meta``.
         world_size: ranks.
         stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``loss_chunk``, ``offload``, ``backend``,
-            ``reduce_dtype``, ``ignore``, ``keep_fp32``, ``differentiable`` and ``verify``.
+            ``reduce_dtype``, ``ignore``, ``keep_fp32``, ``differentiable`` and ``verify``. None: 3, or what a budget comes to.
+        memory_budget: as in ``compile``, or a share of the machine's device; ``stage`` is chosen too, and parameters may go to the
+            host. ``plan.decision`` holds the combinations that were planned. There is no further advice then.
         hardware: the machine: a known name, the path of a JSON file, or a description.
         optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
         advise: also plan changes that could make it fit or go faster; at most about 20 seconds more.
@@ -224,21 +238,23 @@ def plan(
     Raises:
         ConfigError: options that have no meaning.
         PlanError: hardware, an optimizer or a size that is unknown or has no meaning.
+        BudgetError: nothing keeps ``memory_budget``; says what would fit.
         CaptureError: the model cannot be captured.
     """
     check_modules(model)
-    config = Config(
+    config = Config.choosing(
+        memory_budget,
         stage=stage,
-        precision=dtype_name(precision),
-        reduce_dtype=dtype_name(reduce_dtype),
-        backend=backend,
         policy=policy,
         recompute=recompute,
         loss_chunk=loss_chunk,
-        offload=str(Offloading.parse(offload)) or None,
+        offload=offload,
+        precision=dtype_name(precision),
+        reduce_dtype=dtype_name(reduce_dtype),
+        backend=backend,
         ignore=names_tuple("ignore", ignore),
         keep_fp32=names_tuple("keep_fp32", keep_fp32),
-        differentiable=_differentiable(differentiable),
+        differentiable=outputs_tuple(differentiable),
         verify=verify,
     )
     if config.recompute is not None and config.recompute_mode is None:
@@ -297,9 +313,11 @@ def _take_over(
 
     if config.cuda_graphs is not False and config.can_replay:
         _replay_steps(runner, label, asked=config.cuda_graphs is True)
-    session = Session(model, config, pipeline, runner, param_type, label)
+    budget = budget_bytes(config, mesh.device)
+    budgeted = None if budget is None else Budgeted(budget, config)
+    session = Session(model, config, pipeline, runner, param_type, label, budgeted)
     shards.when_out_of_memory = _explainer(session)
-    return CompiledModule(model, config, pipeline, session)
+    return CompiledModule(model, config, session)
 
 
 def _replay_steps(runner: StepRunner, label: str, asked: bool) -> None:
@@ -342,6 +360,10 @@ def _explainer(session: Session) -> Callable[[torch.OutOfMemoryError, str], Base
 def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipeline:
     if given is None:
         pipeline = passes.default_pipeline(config, size=mesh.size, axis=mesh.axis)
+    elif config.memory_budget is not None:
+        raise ConfigError(
+            f"pipeline and memory_budget={config.memory_budget!r} are both given; a pipeline says itself what is saved and kept"
+        )
     elif config.policy != "prefetch" or config.offloading.activations:
         both = f"policy={config.policy!r}" if config.policy != "prefetch" else f"offload={config.offload!r}"
         raise ConfigError(f"pipeline and {both} are both given; a pipeline contains its schedule passes")
@@ -349,13 +371,6 @@ def _pipeline(config: Config, given: str | Pipeline | None, mesh: Mesh) -> Pipel
         pipeline = passes.parse(given) if isinstance(given, str) else given
     pipeline.check()
     return pipeline
-
-
-def _differentiable(given: Sequence[str | int] | int | None) -> tuple[str | int, ...] | None:
-    """Names and indices as a tuple; a single one stands for itself."""
-    if given is None:
-        return None
-    return (given,) if isinstance(given, (str, int)) else tuple(given)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +25,10 @@ VERIFY_LEVELS = ("full", "fast", "off")
 
 @dataclass(frozen=True)
 class Config:
-    """How to compile a model. See ``zcompile.compile`` for what each field means."""
+    """How to compile a model. See ``zcompile.compile`` for what each field means.
+
+    ``free`` names the options that ``memory_budget`` chooses: those that the caller left out.
+    """
 
     stage: int = 3
     precision: str | None = None
@@ -45,12 +49,19 @@ class Config:
     sync_init: bool = True
     cuda_graphs: bool | None = None
     debug_nonfinite: bool = False
+    memory_budget: str | float | None = None
+    free: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"stage is {self.stage!r}; it must be 0, 1, 2 or 3")
         _one_of("backend", self.backend, BACKENDS)
-        self.recompute_bytes(1)  # raises if it has no meaning
+        for of in (self.recompute_bytes, self.budget_bytes):
+            of(1)  # raises if it has no meaning
+        if self.memory_budget is not None and self.recompute is not None and self.recompute_mode is None:
+            raise ConfigError(
+                f"recompute is {self.recompute!r} and memory_budget {self.memory_budget!r}, two budgets; pass memory_budget alone"
+            )
         if self.loss_chunk not in LOSS_CHUNK and _bytes(self.loss_chunk) is None:
             raise ConfigError(
                 f"loss_chunk is {self.loss_chunk!r}; it must be one of {', '.join(LOSS_CHUNK)}, or the size of a piece of logits such as "
@@ -85,6 +96,34 @@ class Config:
         if self.timeout <= 0:
             raise ConfigError(f"timeout is {self.timeout} seconds; it must be positive")
 
+    @classmethod
+    def choosing(
+        cls,
+        memory_budget: str | float | None,
+        *,
+        policy: str | None,
+        recompute: str | float | None,
+        loss_chunk: str | None,
+        offload: str | Sequence[str] | None,
+        **others: Any,
+    ) -> Config:
+        """A configuration in which a budget chooses the options that are None; without one they are what they are by default.
+
+        Raises:
+            ConfigError: options that have no meaning.
+        """
+        options = {"policy": policy, "recompute": recompute, "loss_chunk": loss_chunk, "offload": offload}
+        options |= {"stage": others.pop("stage")} if "stage" in others else {}
+        left_out = tuple(name for name, value in options.items() if value is None)
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in ("recompute", "offload"):
+            if given.get(name) == "none":
+                del given[name]
+        if "offload" in given:
+            given["offload"] = str(Offloading.parse(given["offload"])) or None
+        free = left_out if memory_budget is not None else ()
+        return cls(memory_budget=memory_budget, free=free, **given, **others)
+
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The dtype of compute and gathers; None: the model's own."""
@@ -101,18 +140,17 @@ class Config:
         Raises:
             ConfigError: a value without a meaning.
         """
-        given = self.recompute
-        if given is None or given in RECOMPUTE:
+        if self.recompute is None or self.recompute in RECOMPUTE:
             return None
-        if isinstance(given, str):
-            if (size := _bytes(given)) is not None:
-                return size
-        elif not isinstance(given, bool) and 0 < given <= 1:
-            return int(given * device_bytes)
-        raise ConfigError(
-            f"recompute is {given!r}; it must be one of {', '.join(RECOMPUTE)}, a budget such as '24GiB', or a share of the device's "
-            "memory such as 0.8"
-        )
+        return _budget("recompute", self.recompute, device_bytes, f"one of {', '.join(RECOMPUTE)}, ")
+
+    def budget_bytes(self, device_bytes: int) -> int | None:
+        """What ``memory_budget`` is on a device of ``device_bytes``; None: there is none.
+
+        Raises:
+            ConfigError: a value without a meaning.
+        """
+        return None if self.memory_budget is None else _budget("memory_budget", self.memory_budget, device_bytes)
 
     @property
     def loss_chunk_bytes(self) -> int | None:
@@ -150,6 +188,22 @@ class Config:
         return None if self.reduce_dtype is None else _SPECS[self.reduce_dtype]
 
 
+def _budget(option: str, given: object, device_bytes: int, others: str = "") -> int:
+    """Bytes of a budget: a size such as ``24GiB``, an integer of bytes, or a share of the device as a float."""
+    if isinstance(given, str):
+        if (size := _bytes(given)) is not None:
+            return size
+    elif isinstance(given, float):
+        if 0 < given <= 1:
+            return int(given * device_bytes)
+    elif isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    raise ConfigError(
+        f"{option} is {given!r}; it must be {others}a budget such as '24GiB' or a number of bytes, or a share of the device's memory "
+        "such as 0.8"
+    )
+
+
 def _bytes(text: object) -> int | None:
     """Bytes of a size such as ``24GiB``; None for what is no positive size."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([KMGT]i?B)", text) if isinstance(text, str) else None
@@ -173,6 +227,13 @@ def names_tuple(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
         if not isinstance(pattern, str):
             raise ConfigError(f"{what} holds {pattern!r}; it takes glob patterns on parameter names")
     return patterns
+
+
+def outputs_tuple(given: Sequence[str | int] | int | None) -> tuple[str | int, ...] | None:
+    """Names and indices as a tuple; a single one stands for itself."""
+    if given is None:
+        return None
+    return (given,) if isinstance(given, (str, int)) else tuple(given)
 
 
 def _one_of(what: str, value: object, known: tuple[str, ...]) -> None:

@@ -17,6 +17,25 @@ class ConfigError(ZCompileError, ValueError):
     """An argument or a combination of arguments that has no meaning."""
 
 
+class BudgetError(ConfigError):
+    """No combination of options keeps a memory budget: says which comes nearest, and what would fit.
+
+    Attributes:
+        least_bytes: the smallest predicted peak that was found.
+        changes: what would fit, each planned.
+    """
+
+    least_bytes: int
+    changes: list[str]
+
+    @classmethod
+    def of(cls, text: str, least_bytes: int, changes: list[str]) -> BudgetError:
+        """With all that it says."""
+        error = cls(text)
+        error.least_bytes, error.changes = least_bytes, changes
+        return error
+
+
 class CaptureError(ZCompileError, ValueError):
     """The model cannot be captured as one graph: says where, why and what to do."""
 

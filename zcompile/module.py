@@ -34,10 +34,9 @@ class CompiledModule(nn.Module):
 
     Attributes:
         original: the user's module; its parameters are shards, full only inside ``unsharded()``.
-        pipeline: the passes that run on every capture.
     """
 
-    def __init__(self, original: nn.Module, config: Config, pipeline: Pipeline, session: Session) -> None:
+    def __init__(self, original: nn.Module, config: Config, session: Session) -> None:
         super().__init__()
         own = self.__dict__
         for table in (
@@ -64,7 +63,6 @@ class CompiledModule(nn.Module):
             own[extra] = original.__dict__[extra]
         own["original"] = original
         own["_config"] = config
-        own["pipeline"] = pipeline
         own["_session"] = session
         own["_checkpoints"] = Checkpoints()
         own["training"] = original.training
@@ -282,6 +280,11 @@ class CompiledModule(nn.Module):
     # Inspection. ------------------------------------------------------------------------------------------------------
 
     @property
+    def pipeline(self) -> Pipeline:
+        """The passes that run on every capture; with ``memory_budget``, on the latest."""
+        return self._session.pipeline
+
+    @property
     def graphs(self) -> Graphs:
         """The graphs of the step that ran last: ``.joint``, ``.forward``, ``.backward``."""
         return self._latest().graphs
@@ -330,6 +333,7 @@ class CompiledModule(nn.Module):
             offloaded_bytes=host.values_bytes,
             device=DeviceMemory.of(runner.shards.mesh.device),
             predicted=None if latest is None else self._predicted(latest.graphs, optimizer),
+            decision=None if self._session.budgeted is None else self._session.budgeted.decision,
         )
 
     def profile(self, steps: int = 3) -> Profile:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -18,18 +20,26 @@ def parameter_specs(model: nn.Module, config: Config, world_size: int) -> list[P
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
         params[id(p)] = p
-    specs = []
+    whole = []
     for key, (first, *aliases) in names.items():
         p = params[key]
         dtype = torch.float32 if config.compute_dtype is not None and p.is_floating_point() else p.dtype
-        ignored = any(fnmatchcase(n, pattern) for n in (first, *aliases) for pattern in config.ignore)
+        whole.append(ParamSpec(first, tuple(aliases), tuple(p.shape), dtype, p.requires_grad, None, 1))
+    return divided(whole, config, world_size)
+
+
+def divided(specs: Iterable[ParamSpec], config: Config, world_size: int) -> list[ParamSpec]:
+    """The same parameters as these options divide them over so many ranks."""
+    result = []
+    for spec in specs:
+        ignored = any(fnmatchcase(n, pattern) for n in spec.names for pattern in config.ignore)
         dim = (
-            choose_shard_dim(p.shape, dtype, world_size, stage=config.stage, ignored=ignored)
+            choose_shard_dim(spec.shape, spec.dtype, world_size, stage=config.stage, ignored=ignored)
             if world_size > 1
             else None
         )
-        specs.append(ParamSpec(first, tuple(aliases), tuple(p.shape), dtype, p.requires_grad, dim, world_size))
-    return specs
+        result.append(replace(spec, shard_dim=dim, world_size=world_size))
+    return result
 
 
 def compute_dtype(spec: ParamSpec, config: Config) -> torch.dtype:

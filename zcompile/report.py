@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zcompile.planner.choice import Decision
 from zcompile.planner.memory import Memory, by_category
 from zcompile.runtime.placed import local_of
 from zcompile.runtime.shards import ParameterShards
@@ -49,7 +50,7 @@ class Report:
     ``host_bytes`` is what this rank has in the host's memory (page-locked where the device is a GPU), of which ``offloaded_bytes``
     are for activations; it is at most ``host_limit_bytes``.
     ``predicted`` holds the same numbers, and every moment of a step, as planning finds them in the graphs that run; None before
-    the first call.
+    the first call. ``decision`` says what ``memory_budget`` came to in the latest training capture, beside what, and why.
     """
 
     world_size: int
@@ -74,15 +75,20 @@ class Report:
     offloaded_bytes: int = 0
     device: DeviceMemory | None = None
     predicted: Memory | None = None
+    decision: Decision | None = None
 
     def to_dict(self) -> dict[str, int]:
         """The numbers by name, flat, as loggers of scalars take them: ``device_*`` on a GPU, ``predicted_*`` after the first call."""
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("device", "predicted")}
+        numbers = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("device", "predicted", "decision")
+        }
         if self.device is not None:
             numbers |= {f"device_{name}": value for name, value in vars(self.device).items()}
         if self.predicted is not None:
             known = self.predicted.to_dict()
             numbers |= {f"predicted_{name}": value for name, value in known.items() if isinstance(value, int)}
+        if self.decision is not None:
+            numbers |= {"budget_bytes": self.decision.budget_bytes, "budgeted_bytes": self.decision.chosen.peak_bytes}
         return numbers
 
     def __str__(self) -> str:
@@ -102,6 +108,8 @@ class Report:
             rows.append(_row("allocated peak", self.device.peak_allocated, peak))
             rows.append(_row("reserved peak", self.device.peak_reserved))
             rows.append(_row("outside", self.device.outside))
+        if self.decision is not None:
+            rows.append(str(self.decision))
         return "\n".join(rows)
 
     def _predicted_allocation(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zcompile.budgeted import Budgeted, device_bytes, sequences_of
 from zcompile.build import Built, build
 from zcompile.capture.convert import ParamType
 from zcompile.capture.joint import Call, Captured, capture, check_capturable, path_name
@@ -17,7 +18,7 @@ from zcompile.capture.surroundings import collector_paused, rng_untouched
 from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten
 from zcompile.config import Config
-from zcompile.errors import ConfigError, RankError, ShardingError, SignatureError, UnfilledError
+from zcompile.errors import RankError, ShardingError, SignatureError, UnfilledError
 from zcompile.ir.graph import Grad, Input, Step
 from zcompile.lower.finite import Watch
 from zcompile.passes.memory.chunk_loss import WHOLE, ChunkLoss
@@ -37,6 +38,9 @@ class Session:
     """Captures of one model by signature, bounded, with the reason of every recapture logged on rank 0.
 
     Attributes:
+        config: the options, those that a memory budget chose among them.
+        pipeline: the passes that run on captures.
+        budgeted: chooses options; None without a memory budget.
         latest: the capture that ran last; None before the first call.
     """
 
@@ -48,12 +52,14 @@ class Session:
         runner: StepRunner,
         param_type: Callable[[str], ParamType],
         name: str,
+        budgeted: Budgeted | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.pipeline = pipeline
         self.runner = runner
         self.name = name
+        self.budgeted = budgeted
         self.latest: Built | None = None
         self._param_type = param_type
         self._verifier = Verifier(config.verify)
@@ -138,15 +144,27 @@ class Session:
             log.info("capture %d of %s: %s", number + 1, self.name, reason)
         shards = self.runner.shards
         params = {id(shards.parameter(name)): self._param_type(name) for name in shards.specs}
+        device = shards.mesh.device
+
+        def captured_from(call: Call) -> Captured:
+            with rng_untouched(device):
+                return capture(self.model, call, params, device, self.name)
+
         label = ("train" if self.model.training else "eval") + ("" if signature.training else ", no_grad")
         try:
-            with rng_untouched(self.runner.shards.mesh.device):
-                captured = capture(self.model, call, params, self.runner.shards.mesh.device, self.name)
+            captured = captured_from(call)
+            trains = call.training and any(isinstance(role, Grad) for _, role in captured.graph.outputs)
+            pipeline = self.pipeline
+            if trains and self.budgeted is not None:
+                pipeline = self.budgeted.pipeline(self, captured, call, captured_from)
+            elif trains:
+                pipeline = self._fitted(captured)
+            with rng_untouched(device):
                 dump = Dump.from_environment(f"{self.name}_{number}")
-                with collector_paused(), as_written(self.runner.shards.mesh.device):
+                with collector_paused(), as_written(device):
                     built = build(
                         captured,
-                        self._fitted(captured) if call.training else self.pipeline,
+                        pipeline,
                         self._verifier,
                         self.config.backend,
                         label=label,
@@ -163,6 +181,8 @@ class Session:
         self._built[signature] = built
         if self.config.recompute_mode is not None and call.training:
             self._say_what_it_saves(built)
+        if self.budgeted is not None and built.graphs.backward is None:
+            self.budgeted.check_inference(self, Step(built.graphs.forward, None))
         if call.training and self.runner.shards.mesh.rank == 0:
             self._say_what_is_whole(built)
         if self.config.offloading.activations is not None and call.training:
@@ -180,13 +200,19 @@ class Session:
             copies=self.runner.executor.collectives.peers is not None,
             offloading=self.config.offloading,
             step=self.runner.shards.hosting.step,
+            accumulates=self.config.gradient_accumulation_steps > 1,
         )
+
+    def sequences(self) -> set[tuple[str, ...]]:
+        """The collectives of the training steps that there are: those that ranks may start beside each other."""
+        graphs = [built.graphs for built in self._built.values() if built.graphs.backward is not None]
+        return {sequences_of(Step(g.forward, g.backward)) for g in graphs}
 
     def _fitted(self, captured: Captured) -> Pipeline:
         """The pipeline, with recomputation that keeps the budget if there is one."""
         shards = self.runner.shards
-        budget = self.config.recompute_bytes(_device_bytes(shards.mesh.device, self.config.recompute))
-        if budget is None or not any(isinstance(role, Grad) for _, role in captured.graph.outputs):
+        budget = self.config.recompute_bytes(device_bytes(shards.mesh.device, "recompute", self.config.recompute))
+        if budget is None:
             return self.pipeline
         found = fit(captured, self.pipeline, tuple(shards.specs.values()), self.setup(), budget)
         if shards.mesh.rank == 0:
@@ -239,17 +265,6 @@ class Session:
         return min(
             self._built, key=lambda s: sum(getattr(s, f) != getattr(signature, f) for f in s.__dataclass_fields__)
         )
-
-
-def _device_bytes(device: torch.device, recompute: str | float | None) -> int:
-    """The memory of the device, where a share of it is asked for."""
-    if not isinstance(recompute, float):
-        return 1
-    if device.type != "cuda":
-        raise ConfigError(
-            f"recompute is {recompute}, a share of a GPU's memory, and the model is on {device}; pass a size: '2GiB'"
-        )
-    return torch.cuda.get_device_properties(device).total_memory
 
 
 def buffer_reader(model: nn.Module) -> Callable[[str], Tensor]:

@@ -363,6 +363,19 @@ def test_a_device_that_cannot_record(ranks: Pools) -> None:
     ranks(2, cannot_record, stage=3)
 
 
+def moves_to_the_host(stage: int) -> None:
+    """A step whose activations are offloaded is issued, as when a memory budget finds that out after tapes were made."""
+    models, optimizers, said = twins(stage, offload="activations{mib=0}")
+    for step in range(STEPS):
+        same(*(plain(m, o, step) for m, o in zip(models, optimizers, strict=True)), f"losses of step {step}")
+    assert models[0].report().replays == 0 and models[0].report().offloaded_bytes > 0
+    assert said == ["activations of it are offloaded"], said
+
+
+def test_offloaded_activations(ranks: Pools) -> None:
+    ranks(2, moves_to_the_host, stage=3)
+
+
 def says_where(stage: int) -> None:
     with pytest.raises(zcompile.errors.ConfigError, match="debug_nonfinite"):
         zcompile.compile(net(), stage=stage, cuda_graphs=True, debug_nonfinite=True)

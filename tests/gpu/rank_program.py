@@ -2,8 +2,9 @@
 
 Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``fp16:STAGE``, with loss scaling; ``memory:STAGE``;
 ``offload:STAGE:WHAT`` and ``memory:STAGE:WHAT``, with that on the host; ``raises``; ``killed``; ``asking``, a model that cannot be
-replayed; ``closed``, models that were; ``profile``. ``stage``, ``raises``, ``killed`` and ``profile`` take ``:peers``, for buckets of
-every size by the copy engines, ``:graphs``, for steps that are replayed, or ``:peers+graphs``.
+replayed; ``closed``, models that were; ``profile``; ``budget``, three memory budgets. ``stage``, ``raises``, ``killed`` and
+``profile`` take ``:peers``, for buckets of every size by the copy engines, ``:graphs``, for steps that are replayed, or
+``:peers+graphs``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from zcompile.runtime import collectives
 #: odd sizes, so that rows are padded at two ranks
 SMALL = LlamaConfig(vocab_size=509, hidden=256, layers=4, heads=4, kv_heads=2, ffn=515, max_seq=64)
 LARGE = LlamaConfig(vocab_size=4096, hidden=1024, layers=8, heads=8, kv_heads=8, ffn=4096, max_seq=64)
+MIDDLE = LlamaConfig(vocab_size=2048, hidden=512, layers=4, heads=8, kv_heads=8, ffn=2048, max_seq=64)
+MANY = 16  # rows of a rank, where activations are to count
 STEPS, ROWS, LR, MAX_NORM = 10, 4, 1e-3, 1.0
 PAUSE = 0.2  # seconds
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -236,6 +239,52 @@ def closed(device: torch.device, backend: str) -> dict[str, Any]:
     return {"left": left, "replays": replays}
 
 
+def budgets(device: torch.device, backend: str) -> dict[str, Any]:
+    """The same training under a roomy memory budget, a hopeless one, the least one and one between: what was chosen and allocated."""
+
+    def run(budget: int) -> tuple[Any, list[float], int]:
+        gc.collect()
+        model, optimizer = compiled(MIDDLE, device, backend, 3, None, memory_budget=budget)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        losses = []
+        for step in range(4):
+            tokens, labels = (t.repeat(MANY // ROWS, 1) for t in data(MIDDLE, step, range(RANK, RANK + 1), device))
+            loss = model(tokens, labels)["loss"]
+            loss.backward()
+            model.clip_grad_norm_(MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        decision = model.report().decision
+        model.close()
+        return decision, losses, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+    run(4 << 30)  # libraries have their memory from now on, which counts as beside the model
+    roomy = run(4 << 30)[0].chosen.peak_bytes
+    try:
+        run(1)
+        least = 0
+    except zcompile.errors.BudgetError as error:
+        least = error.least_bytes
+    rows = []
+    for part in (1.0, 0.4, 0.02):
+        budget = int(least + part * (roomy - least))
+        decision, losses, allocated = run(budget)
+        rows.append(
+            {
+                "budget": budget,
+                "predicted": decision.chosen.peak_bytes,
+                "beside": decision.beside_bytes,
+                "allocated": allocated,
+                "choice": str(decision.chosen.choice),
+                "losses": mean(losses, device),
+            }
+        )
+    return {"rows": rows, "roomy": roomy, "least": least}
+
+
 @torch.library.custom_op("zcompile_tests::asking", mutates_args=())
 def asking(x: Tensor) -> Tensor:
     """Doubles what a number on the host, asked of the device, says: no graph can hold that."""
@@ -375,6 +424,7 @@ def run_job(job: str, device: torch.device, backend: str) -> dict[str, Any]:
         "closed": closed,
         "profile": profiles,
         "offload": offload,
+        "budget": budgets,
     }
     if name in ("raises", "killed"):
         return fails(device, backend, name, *options)

@@ -9,7 +9,6 @@ from typing import Any
 
 from zcompile.config import RECOMPUTE, Config, dtype_name
 from zcompile.errors import PlanError
-from zcompile.offloading import Offloading
 from zcompile.planner.hardware import hardware, known_hardware
 from zcompile.planner.models import BUILT_IN, load_model
 from zcompile.planner.request import Request
@@ -25,19 +24,24 @@ def add(commands: Any) -> None:
     )
     add_model(parser)
     parser.add_argument("--world-size", type=int, required=True, help="ranks")
-    parser.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3 (default: 3)")
-    parser.add_argument("--policy", default="prefetch", metavar="SPEC", help="schedule passes (default: prefetch)")
+    parser.add_argument("--stage", type=int, help="ZeRO stage, 0 to 3 (default: 3)")
+    parser.add_argument("--policy", metavar="SPEC", help="schedule passes (default: prefetch)")
     parser.add_argument(
         "--offload",
         metavar="WHAT",
         help="activations, optimizer, parameters, or several joined by + (default: nothing)",
     )
     parser.add_argument(
-        "--recompute", choices=RECOMPUTE, help="what is computed again in backward (default: nothing dear)"
+        "--memory-budget",
+        metavar="SIZE",
+        help="choose what is not given of stage, policy, offload, recompute and loss chunk, so that the tensors of a rank keep this at "
+        "the least time: 40GiB, or a share of the device such as 0.8",
+    )
+    parser.add_argument(
+        "--recompute", choices=(*RECOMPUTE, "none"), help="what is computed again in backward (default: nothing dear)"
     )
     parser.add_argument(
         "--loss-chunk",
-        default="none",
         metavar="SIZE",
         help="auto, none, or the most that a piece of logits takes: 64MiB (default: none)",
     )
@@ -85,16 +89,27 @@ def measured_times(path: Path | None) -> dict[str, float] | None:
         raise PlanError(f"file '{path}' has no region_times; pass what profile.to_json(path) wrote") from error
 
 
+def _size(text: str | None) -> str | float | None:
+    """A budget as it is typed: a share and a number of bytes are numbers."""
+    for kind in (int, float):
+        try:
+            return None if text is None else kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def run(options: argparse.Namespace) -> int:
     """Print the plan, and write what was asked for."""
     machine = hardware(options.hardware)
-    config = Config(
+    config = Config.choosing(
+        _size(options.memory_budget),
         stage=options.stage,
-        precision=dtype_name(options.precision),
         policy=options.policy,
         recompute=options.recompute,
         loss_chunk=options.loss_chunk,
-        offload=str(Offloading.parse(options.offload)) or None,
+        offload=options.offload,
+        precision=dtype_name(options.precision),
         verify="fast",
     )
     model = load_model(options.model, options.micro_batch, options.seq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from zcompile.analysis.units import MIB
 from zcompile.capture.joint import Captured
@@ -13,7 +14,7 @@ from zcompile.passes.memory.recompute import Recompute
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec
-from zcompile.planner.memory import Memory, Setup, by_category
+from zcompile.planner.memory import Memory, Setup
 from zcompile.planner.walk import predict
 from zcompile.scheduled import schedule_step, split_step
 from zcompile.verify.verifier import Verifier
@@ -21,7 +22,13 @@ from zcompile.verify.verifier import Verifier
 #: most steps that are scheduled on the way, beside the cheapest and the smallest
 TRIES = 3
 
+#: a step that is so near to its budget is good enough
+NEAR = 0.01
+
 GIB = 2**30
+
+#: parts of a rank's memory that no tensor takes
+NO_TENSORS = ("context and libraries", "fragmentation")
 
 
 @dataclass(frozen=True)
@@ -66,19 +73,8 @@ def fit(captured: Captured, pipeline: Pipeline, specs: Sequence[ParamSpec], setu
     cheapest = trial(None)
     if cheapest.peak_bytes <= budget_bytes:
         return cheapest
-    smallest = trial(0.0)
-    low, high = 0.0, float(cheapest.most_bytes)
-    tried, guess = [smallest], high - (cheapest.peak_bytes - budget_bytes)
-    for _ in range(TRIES):
-        if not low + MIB / 1024 < guess < high:
-            guess = (low + high) / 2
-        one = trial(guess)
-        tried.append(one)
-        if one.peak_bytes <= budget_bytes:
-            low = guess
-        else:
-            high = guess
-        guess -= one.peak_bytes - budget_bytes
+    most, over = float(cheapest.most_bytes), cheapest.peak_bytes - budget_bytes
+    tried = [trial(0.0), *close_in(trial, budget_bytes, low=0.0, high=most, guess=most - over)]
     fitting = [one for one in tried if one.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(one.peak_bytes for one in tried)
@@ -87,6 +83,43 @@ def fit(captured: Captured, pipeline: Pipeline, specs: Sequence[ParamSpec], setu
             f"again ({cheapest.peak_bytes / GIB:.2f} without); use more ranks, a higher stage or a smaller micro-batch"
         )
     return max(fitting, key=lambda one: one.saved_bytes)
+
+
+class Peaked(Protocol):
+    """A step that was planned."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Peaked)
+
+
+def close_in(trial: Callable[[float], T], budget_bytes: int, *, low: float, high: float, guess: float) -> list[T]:
+    """Steps whose blocks save nearly as much as a budget allows, if one is found. The peak mostly rises with what is saved, as much.
+
+    Args:
+        trial: schedules a step whose blocks save at most so many bytes.
+        budget_bytes: what the peak may be.
+        low: bytes that fit.
+        high: bytes that do not.
+        guess: what to try first.
+    """
+    tried: list[T] = []
+    for _ in range(TRIES):
+        if not low + MIB / 1024 < guess < high:
+            guess = (low + high) / 2
+        one = trial(guess)
+        tried.append(one)
+        room = budget_bytes - one.peak_bytes
+        if room >= 0:
+            low = guess
+        else:
+            high = guess
+        if 0 <= room < NEAR * budget_bytes:
+            break
+        guess += room
+    return tried
 
 
 def _trial(
@@ -120,5 +153,5 @@ def with_recompute(pipeline: Pipeline, mode: Recompute) -> Pipeline:
 
 
 def tensor_bytes(memory: Memory) -> int:
-    """The most that tensors take, whoever allocates them: all but the reserve."""
-    return max(m.num_bytes - by_category(m.during)["reserve"] for m in memory.moments)
+    """The most that tensors take, whoever allocates them: all but the device's context and the gaps between allocations."""
+    return max(sum(size for part, size in m.during.items() if part not in NO_TENSORS) for m in memory.moments)

@@ -91,6 +91,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "advice": [_advice(a) for a in plan.advice],
         "tried": [_advice(a) for a in plan.tried],
+        "decision": None if plan.decision is None else plan.decision.to_dict(),
     }
 
 

@@ -190,7 +190,8 @@ class GraphWalk:
                 walk.pool.take(kind, spec.name)
         else:
             for name, slot, kind in zip(ins.grads, ins.outputs, ins.types, strict=True):
-                if name and walk.specs[name].dtype == kind.dtype and not walk.parameters_on_host:
+                stays = walk.parameters_on_host or walk.setup.accumulates
+                if name and walk.specs[name].dtype == kind.dtype and not stays:
                     walk.touch([name])
                 else:
                     self._set(slot, (Storage("reduction buckets", type_bytes(kind)),))

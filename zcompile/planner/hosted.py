@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from zcompile.offloading import Moments, Offloading
+from zcompile.placement import ParamSpec
 from zcompile.planner.hardware import Hardware, hardware
 from zcompile.runtime.arenas import ArenaKey, ArenaLayout
 from zcompile.runtime.host import pages
 from zcompile.runtime.hosted_update import NUM_SLOTS, chunk_numel
+
+#: chunks of states are at most this part of them: the six buffers of a chunk each take a tenth of what they save
+BUFFERS_SHARE = 30
 
 
 def parameter_bytes(layout: ArenaLayout) -> int:
@@ -57,15 +61,26 @@ def step_of(offloading: Offloading, machine: Hardware, bytes_per_parameter: int 
 
 
 def step_here(offloading: Offloading, device: torch.device) -> str:
-    """``step_of`` on a device of this machine, as the known hardware that its name says, else with the default links."""
+    """``step_of`` on a device of this machine."""
+    return step_of(offloading, hardware_here(device))
+
+
+def hardware_here(device: torch.device) -> Hardware:
+    """The known hardware that a device's name says; an H100 for a GPU that is not known."""
     if device.type != "cuda":
-        return step_of(offloading, hardware("cpu-2core"))
+        return hardware("cpu-2core")
     name = torch.cuda.get_device_name(device).lower()
     known = next(
         (h for h in ("h200", "h100", "a100-80", "mi300x", "rtx4090") if h.partition("-")[0].lstrip("rtx") in name),
         "h100",
     )
-    return step_of(offloading, hardware(known))
+    return hardware(known)
+
+
+def fitting_moments(specs: Sequence[ParamSpec]) -> Moments:
+    """Offloading of optimizer states with chunks so small that the buffers take a small part of what leaves the device."""
+    state = sum(size * key.dtype.itemsize for key, size in ArenaLayout(specs).sizes.items() if key.trainable)
+    return Moments(chunk_mib=max(min(Moments().chunk_mib, round(state / BUFFERS_SHARE / 2**20, 3)), 1 / 1024))
 
 
 def chunks(num_params: int, moments: Moments | None) -> list[int]:

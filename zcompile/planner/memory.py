@@ -83,6 +83,7 @@ class Setup:
         fragmentation: gaps of the allocator, as a share of what is allocated: a guess.
         offloading: what is on the host.
         step: where states on the host are updated, as ``hosted.step_of`` finds it.
+        accumulates: gradients of earlier backward calls are there, and what a backward reduces is added to them at its end.
         symbols: what sizes of values mean in formulas, as ``symbols.size_symbols`` finds them.
     """
 
@@ -95,6 +96,7 @@ class Setup:
     fragmentation: float = 0.0
     offloading: Offloading = field(default_factory=Offloading)
     step: str = "device"
+    accumulates: bool = False
     symbols: Mapping[int, sympy.Expr] = field(default_factory=dict)
 
     @classmethod

@@ -13,6 +13,7 @@ import torch
 from zcompile.capture.tree import flatten
 from zcompile.ir.graph import Step
 from zcompile.planner import states
+from zcompile.planner.choice import Decision
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs
 from zcompile.planner.memory import CATEGORIES, Memory, Setup, by_category
@@ -64,6 +65,7 @@ class Plan:
         notes: what a reader should know.
         advice: changes that make it fit, or go faster, best first.
         tried: every change that was planned.
+        decision: what ``memory_budget`` came to; None without one.
     """
 
     model: str
@@ -76,6 +78,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     advice: tuple[Advice, ...] = ()
     tried: tuple[Advice, ...] = field(default=(), repr=False)
+    decision: Decision | None = None
 
     @property
     def step(self) -> Step:
@@ -241,6 +244,8 @@ def _lines(plan: Plan) -> list[str]:
         + ", which replays CUDA graphs"
         * time.replayed,
     ]
+    if plan.decision is not None:
+        lines += ["", str(plan.decision)]
     if plan.notes:
         lines += ["", *(f"note: {note}" for note in plan.notes)]
     if plan.advice:

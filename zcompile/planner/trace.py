@@ -67,6 +67,20 @@ class Traced:
                 raise PlanError(f"{name} changes what is captured; trace the model again with {name}={options[name]!r}")
         return self._source.schedule(config, self.world_size if world_size is None else world_size)
 
+    def with_passes(self, config: Config, pipeline: Pipeline) -> Traced:
+        """The same capture as these passes make it, which may be others than those that the options come to."""
+        return self._source.schedule(config, self.world_size, pipeline)
+
+    @property
+    def gpu(self) -> str:
+        """The type of device that the capture has where a GPU is to compute: ``cpu`` if it stands for one."""
+        return self._source.gpu
+
+    @property
+    def splits(self) -> dict[str, PureStep]:
+        """Steps before anything distributed is in them, by the joint passes that ran; what is added is found here again."""
+        return self._source.pure
+
     def unscheduled(self, world_size: int) -> Unscheduled:
         """The same capture for other ranks, with regions and collectives that no policy has moved yet."""
         return self._source.outline(self.config, world_size)
@@ -82,9 +96,9 @@ class _Source:
     gpu: str
     pure: dict[str, PureStep] = field(default_factory=dict)
 
-    def schedule(self, config: Config, world_size: int) -> Traced:
+    def schedule(self, config: Config, world_size: int, pipeline: Pipeline | None = None) -> Traced:
         check_world_size(world_size)
-        pipeline = passes.default_pipeline(config, size=world_size, gpu=self.gpu)
+        pipeline = pipeline or passes.default_pipeline(config, size=world_size, gpu=self.gpu)
         with collector_paused():
             scheduled = schedule_step(self._split(pipeline), pipeline, self.verifier)
         specs = tuple(parameter_specs(self.model, config, world_size))

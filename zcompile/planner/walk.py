@@ -67,7 +67,7 @@ class StepWalk:
         keeps = trainable <= KEEP_BYTES or self.parameters_on_host
         self._place_states()
         self.totals["context and libraries"] = self.setup.context_bytes
-        if keeps:
+        if keeps or self.setup.accumulates:
             self.touch(self.trained)
         GraphWalk(self, self.step.forward, "forward").run()
         saved = {s: None for value in self.saved.values() for s in value}
