@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.ranks import run
-from tests.gpu.test_training_gpu import parse
+from tests.gpu.ranks import parse, run
 
 pytestmark = pytest.mark.gpu
 
