@@ -124,7 +124,7 @@ def test_the_command_prints_a_table_and_json(good: str, capsys: pytest.CaptureFi
     assert lines[0] == "tests.planner.networks:small on h100, stage 3, 1 rows a rank"
     assert lines[1].split() == "ranks policy step ms exposed ms peak GiB fits over bound over optimum".split()
     assert [line.split()[:2] for line in lines[2:10:4]] == [["2", "none"], ["64", "none"]]
-    assert len(lines) == 2 + 8 + 2 and lines[-1].startswith("auto on 64 ranks: keep{")
+    assert len(lines) == 2 + 8 + 2 + 1 and lines[-2].startswith("auto on 64 ranks: keep{") and "to trace" in lines[-1]
     assert main([*MODEL, "--world-size", "2", "--policies", "none", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["policy"] == "none" and row["world_size"] == 2 and row["step_us"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from typing import Any
 
 from zcompile.commands.plan import add_model, measured_times
@@ -54,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
     policies = [find_policy(text) for text in _split(options.policies)]
     config = Config(stage=options.stage, precision=dtype_name(options.precision), policy="none")
     model = load_model(options.model, options.micro_batch, options.seq, options.layers)
+    begin = time.process_time()
     traced = trace_with(model.module, model.inputs, config, world_sizes[0], for_gpu=not machine.host.blocks)
+    trace_s = time.process_time() - begin
     results: list[Result] = []
     width = max(24, *(len(_short(policy.name)) for policy in policies))
     if not options.json:
@@ -74,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
     found = {(r.world_size, r.spec): None for r in results if r.policy == "auto"}
     for ranks, spec in found:
         print(f"auto on {ranks} ranks: {spec}")
+    compare_s = time.process_time() - begin - trace_s
+    print(f"seconds of one core: {trace_s:.0f} to trace the step, {compare_s:.0f} to schedule, verify and simulate it")
     return 0
 
 
