@@ -296,7 +296,7 @@ def test_by_itself_it_takes_large_vocabularies() -> None:
     assert by_itself == taken(Large(), 8192, "256MiB") and max(by_itself.values()) < logits / 3
 
 
-@pytest.mark.parametrize("wrong", ["always", "0MiB", "-1GiB", "3", 3, None, True])
+@pytest.mark.parametrize("wrong", ["always", "0MiB", "-1GiB", "3", 3, True])
 def test_sizes_without_a_meaning_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"loss_chunk is .*; it must be one of auto, none, or the size"):
         zcompile.compile(Model(FORMS["mean"]), loss_chunk=wrong)
