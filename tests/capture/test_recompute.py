@@ -102,7 +102,7 @@ def peak(model: Any) -> int:
 
 def test_a_budget_is_kept_and_used() -> None:
     make, batch = MODELS["llama"]
-    batch = {name: value.repeat(8, 1) for name, value in batch.items()}
+    batch = {name: value.repeat(16, 1) for name, value in batch.items()}
     peaks, results = {}, {}
     for option in (None, "full"):
         model = zcompile.compile(make(), backend="eager", recompute=option)

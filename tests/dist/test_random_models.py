@@ -24,7 +24,7 @@ from tests.dist.training import average_gradients, copies, full_gradients, seed,
 pytestmark = pytest.mark.dist
 
 #: examples for each world size
-COUNT = {1: 8, 2: 30, 3: 12}
+COUNT = {1: 32, 2: 120, 3: 48}
 #: relative and absolute distance from plain PyTorch, by dtype
 CLOSE = {torch.float64: (1e-8, 1e-11), torch.float32: (1e-3, 1e-5)}
 
@@ -180,4 +180,4 @@ def run_examples(ranks: Pools, world: int, count: int) -> None:
 
 @pytest.mark.parametrize("world", COUNT)
 def test_random_models(ranks: Pools, world: int, request: pytest.FixtureRequest) -> None:
-    run_examples(ranks, world, COUNT[world] * (40 if request.config.getoption("--wide") else 1))
+    run_examples(ranks, world, COUNT[world] * (10 if request.config.getoption("--wide") else 1))

@@ -7,9 +7,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 
+import numpy as np
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from zcompile import cross_entropy
@@ -30,6 +33,15 @@ MIXES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float16),
 ]
+
+
+#: kernels with a loop to a number that is no constant
+loops = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1"
+    and triton.__version__ < "3.7"
+    and np.lib.NumpyVersion(np.__version__) >= "2.4.0",
+    reason="the interpreter of Triton 3.6 makes a number of an array, which NumPy refuses since 2.4",
+)
 
 
 def memory(
@@ -261,6 +273,7 @@ def logits_and_labels(device: torch.device, rows: int, columns: int, dtype: torc
     return logits.to(device), labels.to(device)
 
 
+@loops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [1, 63, 64, 65, 200])
 def test_cross_entropy_of_odd_sizes(device: torch.device, columns: int, dtype: torch.dtype) -> None:
@@ -277,6 +290,7 @@ def test_cross_entropy_of_odd_sizes(device: torch.device, columns: int, dtype: t
     torch.testing.assert_close(left.double(), right, rtol=slack, atol=1e-5)
 
 
+@loops
 def test_cross_entropy_of_numbers_that_are_not_finite(device: torch.device) -> None:
     logits, labels = logits_and_labels(device, 6, 130, torch.float32)
     logits[0, :100] = -math.inf  # masked classes
