@@ -30,8 +30,13 @@ def inspect(stage: int, policy: str, only_diff: bool) -> None:
     model = zcompile.compile(Block(config), stage=stage, policy=policy, backend="eager")
     cos, sin = rotary_table(config.hidden // config.heads, config.max_seq)
     model(torch.randn(2, config.max_seq, config.hidden), cos, sin).sum().backward()
-    if dist.get_rank() != 0:
-        return
+    if dist.get_rank() == 0:
+        print_history(model, only_diff)
+    model.close()  # together: no rank leaves while another one still has its connections
+
+
+def print_history(model: zcompile.CompiledModule, only_diff: bool) -> None:
+    """What each pass did."""
     shown = ""
     for entry in model.history:
         if only_diff:
