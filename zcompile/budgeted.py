@@ -29,7 +29,9 @@ from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer import AdamW
 from zcompile.runtime.optimizer_guard import optimizers_of
+from zcompile.scheduled import Splits
 from zcompile.verify.ranks import collective_sequence
+from zcompile.verify.verifier import Verifier
 
 if TYPE_CHECKING:
     from zcompile.session import Session
@@ -281,7 +283,7 @@ class Budgeted:
     def _variants(self, session: Session, captured: Captured, config: Config) -> Variants:
         mesh = session.runner.shards.mesh
         return Variants(
-            captured=captured,
+            splits=Splits(captured, Verifier("off")),
             config=config,
             specs=tuple(session.runner.shards.specs.values()),
             world_size=mesh.size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zcompile.capture.joint import Captured
 from zcompile.capture.split import split
@@ -62,6 +62,27 @@ def split_step(captured: Captured, pipeline: Pipeline, verifier: Verifier, dump:
         dump.write("captured", str(joint))
     history = pipeline.run_joint(joint, verifier, dump, facts)
     return PureStep(joint, split(joint, captured.fake_mode), facts, history)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What joint passes and the split make of one capture, each combination of passes once.
+
+    Attributes:
+        captured: what is split.
+        verifier: checks every joint pass.
+    """
+
+    captured: Captured
+    verifier: Verifier
+    _known: dict[str, PureStep] = field(default_factory=dict, repr=False)
+
+    def of(self, pipeline: Pipeline) -> PureStep:
+        """The step before anything distributed is in it."""
+        joint = ",".join(map(str, pipeline.joint))
+        if joint not in self._known:
+            self._known[joint] = split_step(self.captured, pipeline, self.verifier)
+        return self._known[joint]
 
 
 def schedule_step(pure: PureStep, pipeline: Pipeline, verifier: Verifier, dump: Dump | None = None) -> Scheduled:

@@ -24,6 +24,8 @@ from zcompile.planner.memory import Setup
 from zcompile.planner.plan import Plan
 from zcompile.planner.trace import Traced, trace
 from zcompile.planner.variants import Limits, Variants
+from zcompile.scheduled import Splits
+from zcompile.verify.verifier import Verifier
 
 WORLD = 2
 FREE = ("policy", "recompute", "loss_chunk", "offload")
@@ -48,10 +50,15 @@ def traced() -> Traced:
     return trace(*example(), world_size=WORLD, verify="off")
 
 
+@cache
+def splits() -> Splits:
+    return Splits(traced().captured, Verifier("off"))
+
+
 def variants(budget: int, **config: Any) -> Variants:
     """Of the example with a budget; captured and split once for all tests."""
     return Variants(
-        captured=traced().captured,
+        splits=splits(),
         config=Config(memory_budget=budget, **config),
         specs=traced().specs,
         world_size=WORLD,
@@ -59,7 +66,6 @@ def variants(budget: int, **config: Any) -> Variants:
         hardware=machine(),
         setup=Setup.on(machine(), WORLD, fused=False),
         limits=Limits(budget),
-        pure=traced().splits,
     )
 
 

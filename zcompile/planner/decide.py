@@ -18,6 +18,7 @@ from zcompile.planner.budget import close_in
 from zcompile.planner.choice import Candidate, Choice, Decision, best_of_kinds, fastest, size
 from zcompile.planner.hosted import fitting_moments
 from zcompile.planner.variants import Variants
+from zcompile.scheduled import Splits
 
 #: what may go to the host
 KINDS = ("activations", "optimizer", "parameters")
@@ -353,7 +354,7 @@ def _fewer_rows(least: Candidate, variants: Variants, elsewhere: Elsewhere) -> l
     def captured(number: int) -> _Rows | None:
         try:
             assert elsewhere.capture is not None
-            other = replace(variants, captured=elsewhere.capture(number), pure={}, _bases={})
+            other = replace(variants, splits=Splits(elsewhere.capture(number), variants.splits.verifier), _bases={})
             return _Rows(number, other, other.candidate(least.choice).peak_bytes)
         except RankError:
             raise

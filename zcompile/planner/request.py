@@ -22,6 +22,8 @@ from zcompile.planner.memory import Setup
 from zcompile.planner.plan import Plan, batch_of, make
 from zcompile.planner.trace import Traced, trace_with
 from zcompile.planner.variants import Limits, Variants, library_bytes
+from zcompile.scheduled import Splits
+from zcompile.verify.verifier import Verifier
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Request:
         assert budget is not None, "there is one"
         setup = Setup.on(machine, world_size, optimizer=self.optimizer, fused=config.backend == "inductor")
         variants = Variants(
-            captured=traced.captured,
+            splits=Splits(traced.captured, Verifier("off")),
             config=config,
             specs=traced.specs,
             world_size=world_size,
@@ -109,7 +111,6 @@ class Request:
             hardware=machine,
             setup=setup,
             limits=Limits(budget, library_bytes(setup), machine.device_memory_bytes, machine.host_memory_bytes),
-            pure=traced.splits,
             gpu=traced.gpu,
             measured=self.measured,
         )

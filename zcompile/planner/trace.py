@@ -22,7 +22,7 @@ from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import History, Pipeline
 from zcompile.placement import ParamSpec
 from zcompile.planner.unscheduled import Unscheduled, outline_step
-from zcompile.scheduled import PureStep, schedule_step, split_step
+from zcompile.scheduled import Splits, schedule_step
 from zcompile.verify.verifier import Verifier
 
 _CPU = torch.device("cpu")
@@ -76,11 +76,6 @@ class Traced:
         """The type of device that the capture has where a GPU is to compute: ``cpu`` if it stands for one."""
         return self._source.gpu
 
-    @property
-    def splits(self) -> dict[str, PureStep]:
-        """Steps before anything distributed is in them, by the joint passes that ran; what is added is found here again."""
-        return self._source.pure
-
     def unscheduled(self, world_size: int) -> Unscheduled:
         """The same capture for other ranks, with regions and collectives that no policy has moved yet."""
         return self._source.outline(self.config, world_size)
@@ -91,18 +86,18 @@ class _Source:
     """One capture with what is made of it once: the split."""
 
     model: nn.Module
-    captured: Captured
-    verifier: Verifier
+    splits: Splits
     gpu: str
-    pure: dict[str, PureStep] = field(default_factory=dict)
 
     def schedule(self, config: Config, world_size: int, pipeline: Pipeline | None = None) -> Traced:
         check_world_size(world_size)
         pipeline = pipeline or passes.default_pipeline(config, size=world_size, gpu=self.gpu)
         with collector_paused():
-            scheduled = schedule_step(self._split(pipeline), pipeline, self.verifier)
+            scheduled = schedule_step(self.splits.of(pipeline), pipeline, self.splits.verifier)
         specs = tuple(parameter_specs(self.model, config, world_size))
-        return Traced(scheduled.step, specs, config, world_size, pipeline, scheduled.history, self.captured, self)
+        return Traced(
+            scheduled.step, specs, config, world_size, pipeline, scheduled.history, self.splits.captured, self
+        )
 
     def outline(self, config: Config, world_size: int) -> Unscheduled:
         check_world_size(world_size)
@@ -110,14 +105,11 @@ class _Source:
         pipeline = passes.default_pipeline(unmoved, size=world_size, gpu=self.gpu)
         with collector_paused():
             return outline_step(
-                self._split(pipeline), pipeline, parameter_specs(self.model, config, world_size), self.verifier
+                self.splits.of(pipeline),
+                pipeline,
+                parameter_specs(self.model, config, world_size),
+                self.splits.verifier,
             )
-
-    def _split(self, pipeline: Pipeline) -> PureStep:
-        joint = ",".join(map(str, pipeline.joint))
-        if joint not in self.pure:
-            self.pure[joint] = split_step(self.captured, pipeline, self.verifier)
-        return self.pure[joint]
 
 
 def check_world_size(world_size: int) -> None:
@@ -191,7 +183,7 @@ def trace_with(
     params = {id(named[s.name]): ParamType(s.name, s.shape, compute_dtype(s, config), s.requires_grad) for s in specs}
     with rng_untouched(_CPU), collector_paused():
         captured = capture(model, call, params, _CPU, type(model).__name__.lower())
-    source = _Source(model, captured, Verifier(config.verify), "cpu" if for_gpu else "cuda")
+    source = _Source(model, Splits(captured, Verifier(config.verify)), "cpu" if for_gpu else "cuda")
     return source.schedule(config, world_size)
 
 

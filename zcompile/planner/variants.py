@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zcompile import passes
-from zcompile.capture.joint import Captured
 from zcompile.capture.surroundings import collector_paused
 from zcompile.config import Config
 from zcompile.errors import PlanError
@@ -26,8 +25,7 @@ from zcompile.planner.memory import Setup
 from zcompile.planner.simulate import simulate
 from zcompile.planner.unscheduled import Unscheduled, outline_step
 from zcompile.planner.walk import predict
-from zcompile.scheduled import PureStep, split_step
-from zcompile.verify.verifier import Verifier
+from zcompile.scheduled import Splits
 
 #: what cuBLAS keeps for products: 32 MiB on a Hopper GPU for each thread that calls it, of which forward and backward are one each,
 #: and gaps between small tensors. Measured peaks were 60 to 110 MiB above the predicted ones
@@ -58,10 +56,10 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """Plans combinations for one capture. Nothing of it is verified: what is chosen is verified when it is built.
+    """Plans combinations for one capture. What is chosen is verified when it is built, so that nothing need be here.
 
     Attributes:
-        captured: what is planned.
+        splits: of the capture that is planned; its verifier checks every combination.
         config: the options that no combination changes.
         specs: the parameters, divided in any way.
         world_size: ranks.
@@ -69,14 +67,13 @@ class Variants:
         hardware: the machine.
         setup: what memory depends on beside the graphs and what is offloaded.
         limits: what is to be kept.
-        pure: steps after the split by their joint passes; may be shared.
         gpu: the type of device that the capture has where a GPU is to compute.
         measured: times of regions by structure, as ``profile.region_times()`` gives them.
         accepts: whether a step may run at all; one that may not does not fit.
         tick: called before each combination is planned.
     """
 
-    captured: Captured
+    splits: Splits
     config: Config
     specs: Sequence[ParamSpec]
     world_size: int
@@ -84,13 +81,11 @@ class Variants:
     hardware: Hardware
     setup: Setup
     limits: Limits
-    pure: dict[str, PureStep] = field(default_factory=dict)
     gpu: str = "cuda"
     measured: Mapping[str, float] | None = None
     accepts: Callable[[Step], bool] | None = None
     tick: Callable[[], None] | None = None
     _bases: dict[tuple[str, int], tuple[Unscheduled, Costs]] = field(default_factory=dict)
-    _verifier: Verifier = field(default_factory=lambda: Verifier("off"))
 
     def pipeline(self, choice: Choice, world_size: int | None = None) -> Pipeline:
         """The passes of a choice."""
@@ -131,7 +126,7 @@ class Variants:
             and (limits.host_bytes is None or memory.host_bytes <= limits.host_bytes)
             and (self.accepts is None or self.accepts(step))
         )
-        stats = {entry.name: entry.stats for entry in self._split(self.pipeline(choice, world)).history}
+        stats = {entry.name: entry.stats for entry in self.splits.of(self.pipeline(choice, world)).history}
         blocks, losses = stats.get("recompute", {}), stats.get("chunk-loss", {})
         return Candidate(
             choice=choice,
@@ -155,7 +150,7 @@ class Variants:
     def losses(self) -> Stats:
         """What ``loss_chunk="auto"`` would do."""
         stats = Stats()
-        ChunkLoss().run(self.captured.graph.copy(), stats)
+        ChunkLoss().run(self.splits.captured.graph.copy(), stats)
         return stats
 
     def _scheduled(self, choice: Choice, world_size: int) -> tuple[Step, Unscheduled, Costs]:
@@ -169,7 +164,7 @@ class Variants:
         key = (str(begin), world_size)
         if key not in self._bases:
             specs = divided(self.specs, choice.config(self.config), world_size)
-            base = outline_step(self._split(pipeline), begin, specs, self._verifier)
+            base = outline_step(self.splits.of(pipeline), begin, specs, self.splits.verifier)
             self._bases[key] = (base, self._costs(base.step))
         return self._bases[key]
 
@@ -180,12 +175,6 @@ class Variants:
             except PlanError:  # none of its regions was: as with other amounts of recomputation
                 pass
         return Costs(self.hardware)
-
-    def _split(self, pipeline: Pipeline) -> PureStep:
-        key = ",".join(map(str, pipeline.joint))
-        if key not in self.pure:
-            self.pure[key] = split_step(self.captured, pipeline, self._verifier)
-        return self.pure[key]
 
 
 def _scheduling(pipeline: Pipeline) -> int:
