@@ -769,7 +769,12 @@ def lock_pages(memory: torch.Tensor) -> int:
     ``pin_memory=True`` rounds each size up to a power of two, which a flat arena cannot afford.
     """
     runtime: Any = torch.cuda.cudart()
-    return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
+    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
+    if code:
+        # CUDA keeps the error for whoever asks next, which is the next launch of a kernel: let it be this one
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+    return code
 
 
 def unlock_pages(memory: torch.Tensor) -> int:
