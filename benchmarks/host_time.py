@@ -1,10 +1,12 @@
-"""What the host does in a step that is replayed, on CPUs: everything but the replay itself, which here does nothing.
+"""What the host does in a step that is replayed.
 
 python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/host_time.py             milliseconds by part
 python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/host_time.py --profile   and where they go
+python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/host_time.py --size 0.19B            on GPUs
 
-The model has the modules and parameters of a Llama of so many layers, each parameter a few bytes large, so that the update of the
-optimizer, which runs here, takes next to nothing either. On a GPU the launches of replays and kernels come on top.
+Without ``--size`` it runs on CPUs, and everything but the replay itself, which does nothing there: the model has the modules and
+parameters of a Llama of so many layers, each parameter a few bytes large, so that the update of the optimizer takes next to
+nothing either. On GPUs every step starts on an idle device.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from __future__ import annotations
 import argparse
 import cProfile
 import itertools
+import os
 import pstats
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zcompile
-from benchmarks.llama import Llama, Size
+from benchmarks.llama import SIZES, Llama, Size, fill
+from zcompile.runtime.step import _Step
 from zcompile.runtime.tape import Tapes
 
 WARMUP = 10
@@ -68,23 +72,68 @@ def step(model: Any, optimizer: Any, tokens: Tensor, clip: bool) -> list[float]:
     return [b - a for a, b in itertools.pairwise(marks)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--stage", type=int, default=3)
-    parser.add_argument("--clip", action="store_true", help="clip gradients too, which waits for the other rank here")
-    parser.add_argument("--profile", action="store_true", help="show which functions take the time")
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+def replaying(args: argparse.Namespace) -> tuple[Any, Tensor]:
+    """A model whose steps are replayed, and what it is called with."""
+    if args.size is not None:
+        size = SIZES[args.size]
+        with torch.device("meta"):
+            plain = Llama(size)
+        model = zcompile.compile(plain, stage=args.stage, precision="bf16", cuda_graphs=True, init=fill)
+        tokens = torch.randint(0, size.vocab, (size.micro_batch, size.seq), device=torch.get_default_device())
+        return model, tokens
     size = Size(vocab=32, hidden=8, layers=args.layers, heads=2, kv_heads=2, ffn=16, seq=8, micro_batch=1)
     model = zcompile.compile(Llama(size), stage=args.stage, backend="eager", precision="bf16")
     runner = model._session.runner
     runner.tapes = Tapes(runner.executor, Nothing, print)
+    return model, torch.zeros(1, 8, dtype=torch.int64)
+
+
+def profiled(run: Callable[[], Any], steps: int) -> list[pstats.Stats]:
+    """What functions take, in the calling thread and, on a GPU, in the one that runs backwards."""
+    of_caller, of_engine, caller = cProfile.Profile(), cProfile.Profile(), threading.get_ident()
+    plain = _Step.backward
+
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        if threading.get_ident() == caller:
+            return plain(ctx, *tangents)
+        return of_engine.runcall(plain, ctx, *tangents)
+
+    _Step.backward = staticmethod(backward)
+    of_caller.enable()
+    for _ in range(steps):
+        run()
+    of_caller.disable()
+    _Step.backward = staticmethod(plain)
+    return [pstats.Stats(profile) for profile in (of_caller, of_engine) if profile.getstats()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), help="run on GPUs")
+    parser.add_argument("--layers", type=int, default=12, help="of the model on CPUs")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument(
+        "--clip", action="store_true", help="clip gradients too, which waits for the other rank on CPUs"
+    )
+    parser.add_argument("--profile", action="store_true", help="show which functions take the time")
+    args = parser.parse_args()
+    if args.size is None:
+        dist.init_process_group("gloo")
+        torch.set_num_threads(1)
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    finish: Callable[[], Any] = (lambda: None) if args.size is None else torch.cuda.synchronize
+    model, tokens = replaying(args)
     optimizer = zcompile.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    run = partial(step, model, optimizer, tokens, args.clip)
+
+    def run() -> list[float]:
+        finish()
+        return step(model, optimizer, tokens, args.clip)
+
     for _ in range(WARMUP):
         run()
     rows = [run() for _ in range(args.steps)]
@@ -94,12 +143,11 @@ def main() -> None:
         shown = ", ".join(f"{name} {ms:.2f}" for name, ms in zip(PARTS, found, strict=True))
         print(f"{len(list(model.parameters()))} parameters, ms: {shown}, together {sum(found):.2f}")
     if args.profile:
-        with cProfile.Profile() as profile:
-            for _ in range(args.steps):
-                run()
-        if dist.get_rank() == 0:
-            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        for stats in profiled(run, args.steps):
+            if dist.get_rank() == 0:
+                stats.sort_stats("tottime").print_stats(40)
     dist.barrier()
+    model.close()
     dist.destroy_process_group()
 
 

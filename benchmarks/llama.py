@@ -22,6 +22,13 @@ class Size:
     seq: int
     micro_batch: int
 
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        attention = 2 * self.hidden * self.hidden * (self.heads + self.kv_heads) // self.heads
+        block = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+        return self.layers * block + 2 * self.vocab * self.hidden + self.hidden
+
     def attention_flops(self) -> float:
         """Causal attention of one rank's step, forward and backward."""
         return 6.0 * self.layers * self.hidden * self.seq * self.seq * self.micro_batch
@@ -84,19 +91,10 @@ class Llama(nn.Module):
             self.register_buffer(name, torch.empty(size.seq, size.hidden // size.heads), persistent=False)
         self.fill()
 
-    @torch.no_grad()
     def fill(self) -> None:
         """Values for parameters and tables; also after ``to_empty``."""
-        for p in self.parameters():
-            if p.dim() > 1:
-                p.normal_(std=0.02)
-            else:
-                p.fill_(1.0)
-        half = torch.arange(0, self.cos.shape[1], 2, dtype=torch.float32, device=self.cos.device)
-        positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device=self.cos.device)
-        angles = torch.outer(positions, 10000.0 ** (-half / self.cos.shape[1])).repeat(1, 2)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        for module in self.modules():
+            fill(module)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -105,6 +103,23 @@ class Llama(nn.Module):
             x = block(x, cos, sin)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    """Values for a module's own parameters and tables."""
+    for p in module.parameters(recurse=False):
+        if p.dim() > 1:
+            p.normal_(std=0.02)
+        else:
+            p.fill_(1.0)
+    if isinstance(module, Llama):
+        cos, sin = module.cos, module.sin
+        half = torch.arange(0, cos.shape[1], 2, dtype=torch.float32, device=cos.device)
+        positions = torch.arange(cos.shape[0], dtype=torch.float32, device=cos.device)
+        angles = torch.outer(positions, 10000.0 ** (-half / cos.shape[1])).repeat(1, 2)
+        cos.copy_(angles.cos())
+        sin.copy_(angles.sin())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

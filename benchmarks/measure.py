@@ -22,6 +22,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -83,7 +84,7 @@ def one_step(
     """Forward, backward, clip, update; gives the marks before and after the update, and the loss."""
     with trainee.context():
         loss = trainee.model(tokens, labels)
-    loss.backward()
+    trainee.backward(loss)
     between = clock.mark()
     if trainee.optimizer is not None:
         if clip is not None:
@@ -119,6 +120,11 @@ def measure(
     clock.finish()
     assert loss is not None
     return times, float(loss.detach())
+
+
+def host_gib() -> float:
+    """Memory of this host that is taken, by all ranks together."""
+    return psutil.virtual_memory().used / GIB
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -176,7 +182,7 @@ class Here:
         if self.device.type != "cuda":
             tensors = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
             storages = {s.data_ptr(): s.nbytes() for each in tensors for s in [each.untyped_storage()]}
-            return {"left_over_gib": sum(storages.values()) / GIB}
+            return {"left_over_gib": sum(storages.values()) / GIB, "host_gib": host_gib()}
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -185,6 +191,7 @@ class Here:
             "left_over_gib": torch.cuda.memory_allocated() / GIB,
             "left_reserved_gib": reserved / GIB,
             "outside_gib": (total - free - reserved) / GIB,
+            "host_gib": host_gib(),
         }
 
 
@@ -193,8 +200,11 @@ def attempt(row: Row, here: Here, before: dict[str, float]) -> dict[str, Any]:
     trainee = None
     try:
         size = SIZES[row.size]
+        size = dataclasses.replace(
+            size, micro_batch=row.micro_batch or size.micro_batch, layers=row.layers or size.layers
+        )
         options = Options(
-            size=dataclasses.replace(size, micro_batch=row.micro_batch or size.micro_batch),
+            size=size,
             device=here.device,
             world_size=1 if row.system == "single" else here.world_size,
             dtype=torch.bfloat16 if row.dtype == "bf16" else torch.float32,
@@ -223,7 +233,7 @@ def result_of(
     tokens, labels = batch(options, here.rank)
     clock.finish()
     build_s, begin = time.perf_counter() - begin, time.perf_counter()
-    one_step(trainee, tokens, labels, row.clip, clock)
+    first_loss = float(one_step(trainee, tokens, labels, row.clip, clock)[-1].detach())
     clock.finish()
     first_s = time.perf_counter() - begin
     for _ in range(WARMUP - 1):
@@ -236,9 +246,8 @@ def result_of(
     recorded = facts.get("recorded_gib", 0.0)  # of steps that are replayed: reserved, and used in each
     step = statistics.median(times.step)
     lower, _, upper = statistics.quantiles(times.step, n=4, method="inclusive") if row.steps > 1 else (step,) * 3
-    num_params = sum(p.numel() for p in trainee.model.parameters())
     num_tokens = size.micro_batch * size.seq
-    flops = 6 * (num_params - size.vocab * size.hidden) * num_tokens + size.attention_flops()
+    flops = 6 * (size.num_params - size.vocab * size.hidden) * num_tokens + size.attention_flops()
     allocated = reserved = None
     if on_gpu:
         allocated = torch.cuda.max_memory_allocated() / GIB - before["left_over_gib"] + outside + recorded
@@ -247,7 +256,7 @@ def result_of(
         "world_size": options.world_size,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
-        "num_params": num_params,
+        "num_params": size.num_params,
         "micro_batch": size.micro_batch,
         "reduce": options.reduce,
         "forward_backward_ms": statistics.median(times.forward_backward),
@@ -262,8 +271,9 @@ def result_of(
         "reserved_gib": reserved,
         "build_s": build_s,
         "first_step_s": first_s,
+        "first_loss": first_loss,
         "loss": loss,
-        **before,
+        **(before | {"host_gib": host_gib() - before["host_gib"]}),
         **facts,
     }
 

@@ -37,6 +37,7 @@ class Row:
         system: one of ``benchmarks.systems.SYSTEMS``.
         size: one of ``benchmarks.llama.SIZES``.
         micro_batch: rows of one rank; None: the size's own.
+        layers: None: the size's own.
         policy: zcompile's; None: its own.
         recompute: ``full`` computes blocks again in backward; zcompile also knows ``selective``.
         clip: clips gradients to this norm.
@@ -44,12 +45,14 @@ class Row:
         reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
         backend: of compiled systems; ``eager`` leaves compilation out.
         steps: how many are timed.
-        options: further ones of ``zcompile.compile``, by name.
+        options: further ones of ``zcompile.compile``, by name. Of these the others know ``offload``: ``optimizer`` and
+            ``parameters``, as far as they can.
     """
 
     system: str
     size: str
     micro_batch: int | None = None
+    layers: int | None = None
     policy: str | None = None
     recompute: str | None = None
     clip: float | None = None
@@ -62,6 +65,7 @@ class Row:
     def __str__(self) -> str:
         """Size, system and what differs in the model or its schedule."""
         chosen: list[tuple[str, Any]] = [
+            ("layers", self.layers),
             ("micro-batch", self.micro_batch),
             ("policy", self.policy),
             ("recompute", self.recompute),

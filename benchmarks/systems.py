@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from benchmarks.llama import Llama, Size
+from benchmarks.llama import Llama, Size, fill
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Options:
         policy: zcompile's; None is its default.
         reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
         recompute: zcompile's, or ``full`` for checkpointed blocks in the others; None saves what backward needs.
-        others: further options of ``zcompile.compile``.
+        others: further options of ``zcompile.compile``; the peers know ``offload`` of them.
     """
 
     size: Size
@@ -40,6 +40,11 @@ class Options:
     keep: bool = False
     others: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """What is kept in the host's memory."""
+        return tuple(self.others.get("offload", "").split("+")) if "offload" in self.others else ()
+
 
 @dataclass
 class Trainee:
@@ -50,6 +55,7 @@ class Trainee:
         optimizer: None where only forward and backward are measured.
         clip: clips the gradients to a norm.
         context: entered around the forward.
+        backward: called with the loss.
         facts: read after the first steps, for the table.
         close: gives back what joins the ranks, also when one of them has failed; None where collectives go over the group of all
             rows, in which ranks may be out of step then.
@@ -59,6 +65,7 @@ class Trainee:
     optimizer: torch.optim.Optimizer | None
     clip: Callable[[float], Any]
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    backward: Callable[[Tensor], Any] = Tensor.backward
     facts: Callable[[], dict[str, Any]] = field(default=dict)
     close: Callable[[], None] | None = None
 
@@ -92,10 +99,21 @@ def torch_adamw(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=options.device.type == "cuda")
 
 
-def single(options: Options) -> Trainee:
-    """The limit: one device, everything in the compute dtype, no communication, no optimizer."""
-    model = built(options).to(options.dtype)
-    compile_blocks(model, options)
+def single(options: Options, *, how: str = "blocks") -> Trainee:
+    """The limit: one device, everything in the compute dtype, no communication, no optimizer.
+
+    Args:
+        how: compiled by ``blocks``, as a ``whole``, or in the ``regions`` that zcompile makes.
+    """
+    import zcompile
+
+    model: Any = built(options).to(options.dtype)
+    if how == "blocks":
+        compile_blocks(model, options)
+    elif how == "whole":
+        model.compile(backend=options.backend)
+    else:
+        model = zcompile.compile(model, backend=options.backend, cuda_graphs=False)
     return Trainee(model, None, partial(nn.utils.clip_grad_norm_, model.parameters()), close=lambda: None)
 
 
@@ -117,7 +135,7 @@ def ddp(options: Options) -> Trainee:
 def fsdp2(options: Options, *, compiled: bool) -> Trainee:
     """``fully_shard`` on every block and on the root."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     with torch.device("meta"):
         model = Llama(options.size)
@@ -126,11 +144,14 @@ def fsdp2(options: Options, *, compiled: bool) -> Trainee:
     reduce = torch.float32 if options.reduce == "fp32" else torch.bfloat16
     mixed = MixedPrecisionPolicy(param_dtype=options.dtype, reduce_dtype=reduce)
     mesh = init_device_mesh(options.device.type, (options.world_size,))
+    pinned = options.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if options.offload else OffloadPolicy()
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=not options.keep)
-    model.to_empty(device=options.device)
+        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=not options.keep, offload_policy=offload)
+    model.to_empty(device="cpu" if options.offload else options.device)
     torch.manual_seed(0)
     model.fill()
+    model.cos, model.sin = model.cos.to(options.device), model.sin.to(options.device)
     return Trainee(model, torch_adamw(model, options), partial(nn.utils.clip_grad_norm_, model.parameters()))
 
 
@@ -138,6 +159,39 @@ def fsdp2_best(options: Options) -> Trainee:
     """Weights kept gathered from forward to backward, gradients reduced in the compute dtype."""
     options.keep, options.reduce = True, "bf16"
     return fsdp2(options, compiled=True)
+
+
+class Engine(torch.optim.Optimizer):
+    """DeepSpeed's engine, called as an optimizer is."""
+
+    def __init__(self, engine: Any) -> None:
+        self.step = engine.step
+
+
+def deepspeed_zero(options: Options, *, stage: int) -> Trainee:
+    """DeepSpeed, an optional install (``pip install deepspeed``), with per-block compilation."""
+    import deepspeed
+
+    def host(part: str) -> dict[str, Any]:
+        return {"device": "cpu", "pin_memory": True} if part in options.offload else {"device": "none"}
+
+    zero = {"stage": stage, "offload_optimizer": host("optimizer"), "overlap_comm": True}
+    if stage == 3:
+        zero |= {"offload_param": host("parameters")}
+    config = {
+        "train_micro_batch_size_per_gpu": options.size.micro_batch,
+        "bf16": {"enabled": options.dtype is torch.bfloat16},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "steps_per_print": 2**31,
+    }
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3), options.device:
+        model = Llama(options.size)
+    compile_blocks(model, options)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return Trainee(engine, Engine(engine), engine.set_gradient_clipping, backward=engine.backward, close=engine.destroy)
 
 
 def zcompile_stage(options: Options, *, stage: int) -> Trainee:
@@ -152,7 +206,10 @@ def zcompile_stage(options: Options, *, stage: int) -> Trainee:
         extra["reduce_dtype"] = options.reduce
     if options.recompute is not None:
         extra["recompute"] = options.recompute
-    model = zcompile.compile(built(options), stage=stage, precision=precision, backend=options.backend, **extra)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        plain = Llama(options.size)
+    model = zcompile.compile(plain, stage=stage, precision=precision, backend=options.backend, init=fill, **extra)
 
     def facts() -> dict[str, Any]:
         graphs = [g for g in (model.graphs.forward, model.graphs.backward) if g is not None]
@@ -164,6 +221,7 @@ def zcompile_stage(options: Options, *, stage: int) -> Trainee:
             "gathered_peak_gib": report.gathered_peak_bytes / 2**30,
             "peer_gib": report.peer_bytes / 2**30,
             "recorded_gib": report.recorded_bytes / 2**30,
+            "decision": None if report.decision is None else str(report.decision),
             "replays": report.replays,
         }
 
@@ -179,10 +237,14 @@ def text_calls(graph: Any) -> list[str]:
 
 SYSTEMS: dict[str, Callable[[Options], Trainee]] = {
     "single": single,
+    "single-whole": partial(single, how="whole"),
+    "single-zc": partial(single, how="regions"),
     "ddp-c": ddp,
     "fsdp2": partial(fsdp2, compiled=False),
     "fsdp2-c": partial(fsdp2, compiled=True),
     "fsdp2-best": fsdp2_best,
+    "ds2": partial(deepspeed_zero, stage=2),
+    "ds3": partial(deepspeed_zero, stage=3),
     "zc0": partial(zcompile_stage, stage=0),
     "zc1": partial(zcompile_stage, stage=1),
     "zc2": partial(zcompile_stage, stage=2),
@@ -192,10 +254,13 @@ SYSTEMS: dict[str, Callable[[Options], Trainee]] = {
 #: how each row is called in tables
 TITLES = {
     "single": "limit: one device, per-block compile",
+    "single-whole": "one device, compiled as a whole",
+    "single-zc": "one device, compiled in zcompile's regions",
     "ddp-c": "DDP + per-block compile",
     "fsdp2": "FSDP2 eager",
     "fsdp2-c": "FSDP2 + per-block compile",
     "fsdp2-best": "FSDP2 + compile, kept, bf16 reduction",
+    **{f"ds{stage}": f"DeepSpeed ZeRO-{stage} + per-block compile" for stage in (2, 3)},
     **{f"zc{stage}": f"zcompile stage {stage}" for stage in range(4)},
 }
 

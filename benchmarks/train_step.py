@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.rows import Launch, Row, write_rows
 
 SYSTEMS = ("single", "ddp-c", "fsdp2", "fsdp2-c", "fsdp2-best", "zc0", "zc1", "zc2", "zc3")
+#: ways to compile for one device alone, to be compared with --nproc 1
+OF_ONE = ("single-whole", "single-zc")
 QUICK_SYSTEMS = ("single", "fsdp2-c", "ddp-c", "zc3")
 QUICK_SIZES = ("1.1B", "0.19B")
 GPU_SIZES = ("0.19B", "1.1B", "8B")
@@ -95,7 +97,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", help=f"of tiny, {', '.join(GPU_SIZES)}; separated by commas")
-    parser.add_argument("--only", help=f"systems, of {', '.join(SYSTEMS)}")
+    parser.add_argument("--only", help=f"systems, of {', '.join(SYSTEMS)}, and with --nproc 1 {', '.join(OF_ONE)}")
     parser.add_argument("--stages", help="zcompile's stages, such as 0,3; the peers stay")
     parser.add_argument(
         "--quick", action="store_true", help=f"sizes {', '.join(QUICK_SIZES)}, systems {', '.join(QUICK_SYSTEMS)}"
@@ -129,9 +131,10 @@ def main() -> int:
     if args.stages is not None:
         stages = [f"zc{stage}" for stage in args.stages.split(",")]
         systems = [s for s in systems if not s.startswith("zc")] + stages
-    unknown = [s for s in systems if s not in SYSTEMS]
+    known = SYSTEMS + OF_ONE * (args.nproc == 1)
+    unknown = [s for s in systems if s not in known]
     if unknown:
-        raise SystemExit(f"unknown systems {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+        raise SystemExit(f"unknown systems {', '.join(unknown)}; there are {', '.join(known)}")
     names = ("micro_batch", "policy", "clip", "dtype", "reduce", "backend", "steps", "options")
     options = {n: getattr(args, n) for n in names}
     chosen = not args.only and args.stages is None
