@@ -79,7 +79,7 @@ def replaying(args: argparse.Namespace) -> tuple[Any, Tensor]:
         with torch.device("meta"):
             plain = Llama(size)
         model = zcompile.compile(plain, stage=args.stage, precision="bf16", cuda_graphs=True, init=fill)
-        tokens = torch.randint(0, size.vocab, (size.micro_batch, size.seq), device=torch.get_default_device())
+        tokens = torch.randint(0, size.vocab, (size.micro_batch, size.seq), device="cuda")
         return model, tokens
     size = Size(vocab=32, hidden=8, layers=args.layers, heads=2, kv_heads=2, ffn=16, seq=8, micro_batch=1)
     model = zcompile.compile(Llama(size), stage=args.stage, backend="eager", precision="bf16")
@@ -124,7 +124,6 @@ def main() -> None:
     else:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        torch.set_default_device(device)
         dist.init_process_group("nccl", device_id=device)
     finish: Callable[[], Any] = (lambda: None) if args.size is None else torch.cuda.synchronize
     model, tokens = replaying(args)
