@@ -29,6 +29,7 @@ class Pace:
         self._event = event
         self._first: Any = None
         self._last: Any = None
+        self._behind = False
         self._host_ms = 0.0
         self._steps = 0
         self._slow = 0
@@ -45,6 +46,9 @@ class Pace:
         self._first.record()
         with self._issuing():
             yield
+        # with so much left of what came before, such as states that stream through it, it is the host that waits, for room in its
+        # queue
+        self._behind = not self._first.query()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -67,7 +71,8 @@ class Pace:
             return False
         self._steps += 1
         # a device that is not done with the step when the next one begins is behind the host
-        slow = self._last.query() and self._host_ms >= HOST_BOUND * self._first.elapsed_time(self._last)
+        done = not self._behind and self._last.query()
+        slow = done and self._host_ms >= HOST_BOUND * self._first.elapsed_time(self._last)
         self._slow = self._slow + 1 if slow else 0
         self._first = self._last = None
         return self._slow >= IN_A_ROW

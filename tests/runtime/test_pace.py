@@ -31,36 +31,42 @@ class Clock:
 
         return Event()
 
-    def step(self, pace: Pace, host: float, device: float, after: float = 0.0) -> bool:
-        """A step of ``host`` seconds to issue and ``device`` to run, and what the loop does after it."""
+    def step(self, pace: Pace, host: float, device: float, after: float = 0.0, update: float = 0.0) -> bool:
+        """A step of ``host`` seconds to issue and ``device`` to run, and what the loop does after it.
+
+        The device runs an update of so many seconds then; the host issues no more than 0.1 seconds ahead of it.
+        """
         with pace.forward():
-            self.now += host / 3
+            self.now = max(self.now + host / 3, self.device - 0.1)
             self.device = max(self.device, self.now) + device / 3
         self.now += 0.001  # the loss
         with pace.backward():
             self.now += host * 2 / 3
             self.device = max(self.device, self.now - host / 3) + device * 2 / 3
         self.now += after
+        self.device = max(self.device, self.now) + update
         return pace.is_host_bound()
 
 
 @pytest.mark.parametrize(
-    ("host", "device", "after", "is_slow"),
+    ("host", "device", "after", "update", "is_slow"),
     [
-        (0.030, 0.010, 0.0, True),
-        (0.030, 0.010, 0.05, True),  # a loop that waits for the loss
-        (0.010, 0.060, 0.0, False),  # the device is behind
-        (0.010, 0.060, 0.1, False),
-        (0.030, 0.060, 0.1, False),
+        (0.030, 0.010, 0.0, 0.0, True),
+        (0.030, 0.010, 0.05, 0.0, True),  # a loop that waits for the loss
+        (0.030, 0.010, 0.0, 0.005, True),
+        (0.010, 0.060, 0.0, 0.0, False),  # the device is behind
+        (0.010, 0.060, 0.1, 0.0, False),
+        (0.030, 0.060, 0.1, 0.0, False),
+        (0.030, 0.060, 0.2, 0.7, False),  # the host waits in forward for an update of offloaded states
     ],
 )
 def test_who_waits_for_whom(
-    monkeypatch: pytest.MonkeyPatch, host: float, device: float, after: float, is_slow: bool
+    monkeypatch: pytest.MonkeyPatch, host: float, device: float, after: float, update: float, is_slow: bool
 ) -> None:
     clock = Clock(monkeypatch)
     pace = Pace(clock.event)
     assert not pace.is_host_bound(), "nothing was measured"
-    answers = [clock.step(pace, host, device, after) for _ in range(IN_A_ROW + 2)]
+    answers = [clock.step(pace, host, device, after, update) for _ in range(IN_A_ROW + 2)]
     assert answers == [False] * (IN_A_ROW - 1) + [is_slow] * 3
 
 
