@@ -37,7 +37,16 @@ def training_jobs(world_size: int) -> list[str]:
 def jobs(world_size: int) -> list[str]:
     """Everything that runs on so many ranks, whatever fails in between."""
     others = [f"{kind}:{stage}" for kind in ("memory", "fp16") for stage in STAGES[world_size]]
-    return ["plain", "fsdp2:bf16", *training_jobs(world_size), *others, *PROFILES[world_size], "asking", "closed"]
+    return [
+        "plain",
+        "fsdp2:bf16",
+        *training_jobs(world_size),
+        *others,
+        *PROFILES[world_size],
+        "asking",
+        "closed",
+        "long",
+    ]
 
 
 NEEDS = {
@@ -96,7 +105,7 @@ def test_fp16_with_loss_scaling(results: Results, world_size: int, stage: int) -
     assert result["changed_by_skipped_steps"] == 0
 
 
-@worlds("job", lambda w: [job for job in jobs(w)[2:] if not job.startswith(("fp16", "asking", "closed"))])
+@worlds("job", lambda w: [job for job in jobs(w)[2:] if not job.startswith(("fp16", "asking", "closed", "long"))])
 def test_nothing_stays_gathered_after_a_step(results: Results, world_size: int, job: str) -> None:
     assert results.of(world_size, job)["gathered_live_bytes"] == 0
 
@@ -138,6 +147,16 @@ def test_models_that_were_replayed_leave_no_memory(results: Results, world_size:
     assert result["replays"] == 3 * 3
     first, *others = result["left"]
     assert max(others) <= first + 2**20, result["left"]
+
+
+@worlds("job", lambda w: ["long"])
+def test_many_replayed_steps_are_those_that_are_issued(results: Results, world_size: int, job: str) -> None:
+    """Bit for bit; where two courses of issued steps differ, about as much as they do."""
+    result = results.of(world_size, job)
+    first, second, replayed = result["courses"]
+    assert len(replayed) == 500 and result["replays"] == [0, 0, 498]
+    between = distance(second, first)
+    assert distance(replayed, first) <= 3 * between, f"mean distance; of two courses of issued steps {between:.2e}"
 
 
 @worlds("job", PROFILES.__getitem__)
