@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zcompile
 from benchmarks.llama import SIZES, Llama, Size, fill
+from zcompile.runtime import gradients
 from zcompile.runtime.step import _Step
 from zcompile.runtime.tape import Tapes
 
@@ -81,6 +82,7 @@ def replaying(args: argparse.Namespace) -> tuple[Any, Tensor]:
         model = zcompile.compile(plain, stage=args.stage, precision="bf16", cuda_graphs=True, init=fill)
         tokens = torch.randint(0, size.vocab, (size.micro_batch, size.seq), device="cuda")
         return model, tokens
+    gradients.KEEP_BYTES = 0  # gradients of a model that is worth a GPU come and go
     size = Size(vocab=32, hidden=8, layers=args.layers, heads=2, kv_heads=2, ffn=16, seq=8, micro_batch=1)
     model = zcompile.compile(Llama(size), stage=args.stage, backend="eager", precision="bf16")
     runner = model._session.runner
@@ -92,6 +94,10 @@ def profiled(run: Callable[[], Any], steps: int) -> list[pstats.Stats]:
     """What functions take, in the calling thread and, on a GPU, in the one that runs backwards."""
     of_caller, of_engine, caller = cProfile.Profile(), cProfile.Profile(), threading.get_ident()
     plain = _Step.backward
+    of_caller.enable()  # one after the other: from Python 3.12 on there can be only one
+    for _ in range(steps):
+        run()
+    of_caller.disable()
 
     def backward(ctx: Any, *tangents: Tensor | None) -> Any:
         if threading.get_ident() == caller:
@@ -99,10 +105,8 @@ def profiled(run: Callable[[], Any], steps: int) -> list[pstats.Stats]:
         return of_engine.runcall(plain, ctx, *tangents)
 
     _Step.backward = staticmethod(backward)
-    of_caller.enable()
     for _ in range(steps):
         run()
-    of_caller.disable()
     _Step.backward = staticmethod(plain)
     return [pstats.Stats(profile) for profile in (of_caller, of_engine) if profile.getstats()]
 
