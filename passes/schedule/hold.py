@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -13,7 +13,7 @@ from zcompile.errors import PassError
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Graph, Kept, Step
 from zcompile.ir.handover import hand_on, kept_parameter, take
-from zcompile.pipeline import Stats, StepPass
+from zcompile.pipeline import Pipeline, Stats, StepPass
 from zcompile.verify.facts import Fact
 
 
@@ -68,6 +68,11 @@ class Hold(StepPass):
         _hand_on_rest(target, target.backward, units, stats)
         if self.inside:
             _hand_round(target.forward, target.backward, units, stats)
+
+
+def inside_window(pipeline: Pipeline) -> Hold | None:
+    """The pass that makes the graphs for the middle of a window from a pipeline's scheduled step; None: nothing is held."""
+    return next((replace(p, inside=True) for p in pipeline.passes if isinstance(p, Hold)), None)
 
 
 def _kept_units(step: Step) -> list[str]:

@@ -138,11 +138,8 @@ def _check_outputs(subject: Subject) -> None:
                 node, f"is returned as {describe(role)} but is {type_name(type_of(meta.value(node)))}, not a tensor"
             )
         direction = subject.graph.direction.value
-        if (
-            isinstance(role, (Saved, Offloaded))
-            and direction != "forward"
-            or isinstance(role, Kept)
-            and direction == "joint"
+        if (isinstance(role, (Saved, Offloaded)) and direction != "forward") or (
+            isinstance(role, Kept) and direction == "joint"
         ):
             subject.refuse(node, f"is returned as {describe(role)} by a {direction} graph")
 
