@@ -213,7 +213,7 @@ class ParameterShards:
     def written(self) -> tuple[int, ...]:
         """Differs from what it was before if values were written since: by an optimizer, a loader, or in place through a parameter.
 
-        What it cannot see are writes through ``.data``, and through memory that is shared outside of torch.
+        What it cannot see are writes that torch does not count: through ``.data``, and by ``torch._foreach_*`` on DTensors.
         """
         alone = [self._padded[i] for i, place in enumerate(self.layout.places) if place is None]
         seen = [t for p in self.parameters for t in (p, local_of(p))]

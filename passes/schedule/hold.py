@@ -23,8 +23,8 @@ class Hold(StepPass):
 
     A window of four runs four graphs: forward, backward inside, forward inside, backward inside, ..., forward inside, backward.
     The first forward gathers, the last backward releases. Both come from this pass as it stands in a pipeline: forward hands
-    on, of each unit of which it keeps something, what backward does not read as well (biases, embeddings), and backward gives that
-    back at its start. With ``inside``, on the scheduled step, the graphs for the middle follow from them. Before and after, forward
+    on, of each unit of which it keeps something, what backward does not read as well (biases), where backward gathers nothing
+    also units of which it reads nothing (embeddings), and backward gives these back at its start. With ``inside``, on the scheduled step, the graphs for the middle follow from them. Before and after, forward
     and then backward::
 
         %b0: bucket = zc.all_gather([%w0], 'dp', 2)
@@ -50,7 +50,7 @@ class Hold(StepPass):
     last use in backward to their first in forward.
 
     Attributes:
-        units: how many units are held, in the order in which forward first needs them; None: all of which something is kept.
+        units: how many units are held, in the order in which forward first needs them; None: all that may be.
         inside: make the graphs for the middle of a window.
     """
 
@@ -76,19 +76,20 @@ def inside_window(pipeline: Pipeline) -> Hold | None:
 
 
 def _kept_units(step: Step) -> list[str]:
-    """The units of which forward hands something on, in the order in which it first reads them."""
-    unit_of = _units(step)
+    """The units that may stay, in the order in which forward first reads them.
+
+    Those of which forward hands something on; where backward gathers nothing, all.
+    """
+    unit_of = {param.name: param.unit or param.name for graph in step.graphs for _, param in graph.params()}
     kept = {unit_of[kept_parameter(role)] for _, role in step.forward.outputs if isinstance(role, Kept)}
     full = {value.node: value.unit for value in gathered(step.forward)}
+    if step.backward is not None and not any(gathered(step.backward)):
+        kept.update(full.values())
     for node in step.forward.inputs:
         origin = meta.origin(node)
         if isinstance(origin, Kept):
             full[node] = unit_of[kept_parameter(origin)]
     return list(dict.fromkeys(full[node] for node in first_uses(step.forward) if node in full and full[node] in kept))
-
-
-def _units(step: Step) -> dict[str, str]:
-    return {param.name: param.unit or param.name for graph in step.graphs for _, param in graph.params()}
 
 
 def _hand_on_rest(step: Step, backward: Graph, units: list[str], stats: Stats) -> None:

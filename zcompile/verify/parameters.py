@@ -73,7 +73,7 @@ def check_params_gathered(
         subject: the graph.
         options: of the pass that scheduled the gathers: ``stage``.
         keep: options of the pass that lets stage 3 keep parameters, at most so many ``units`` and ``mib``; None: none did.
-        needed: the kept values that backward computes with; the bound in bytes is theirs.
+        needed: the kept values that backward computes with; the bound is theirs.
     """
     for node in subject.nodes:
         if node.target is ops.unshard:
@@ -212,9 +212,11 @@ def _check_keep_bounded(subject: Subject, keep: Mapping[str, Any] | None, needed
             continue
         if keep is None:
             subject.refuse(node, f"is returned as {describe(role)}; stage 3 keeps no gathered parameter")
+        if role not in needed:
+            continue
         name = kept_parameter(role)
         units.add(subject.params[name][0].unit or name)
-        num_bytes += meta.num_bytes(meta.value(node)) if role in needed else 0
+        num_bytes += meta.num_bytes(meta.value(node))
         if len(units) > keep.get("units", len(units)):
             subject.refuse(
                 node,
