@@ -22,10 +22,10 @@ class Hold(StepPass):
     """Let whole units that forward hands on to backward stay gathered until the window of micro-batches ends.
 
     A window of four runs four graphs: forward, backward inside, forward inside, backward inside, ..., forward inside, backward.
-    The first forward gathers, the last backward releases. Both come from this pass as it stands in a pipeline: forward hands
-    on, of each unit of which it keeps something, what backward does not read as well (biases), where backward gathers nothing
-    also units of which it reads nothing (embeddings), and backward gives these back at its start. With ``inside``, on the scheduled step, the graphs for the middle follow from them. Before and after, forward
-    and then backward::
+    The first forward gathers, the last backward releases. Both come from this pass as it stands in a pipeline: of each unit of
+    which forward hands something on, it hands on as well what backward does not read (biases); where backward gathers nothing, also
+    units of which it reads nothing (embeddings). Backward gives these back at its start. With ``inside``, on the scheduled step,
+    the graphs for the middle follow from these two. Before and after, forward and then backward::
 
         %b0: bucket = zc.all_gather([%w0], 'dp', 2)
         %w0_full: f32[8, 8] = zc.wait(%b0)
