@@ -20,7 +20,7 @@ from zcompile.runtime.holding import Holding
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.saved import SavedValues
 from zcompile.runtime.shards import ParameterShards
-from zcompile.runtime.tape import Tape, Tapes
+from zcompile.runtime.tape import HELD, Tape, Tapes
 
 
 class StepRunner:
@@ -77,8 +77,7 @@ class StepRunner:
         self.agreement.event(f"forward ({step.label}{', weights held' * bool(kept)})", runnable.sequence)
         read = partial(self._read, constants, inputs, kept)
         written = () if window is None else self.shards.written()
-        # what stays for the next micro-batch is in nobody's recording
-        tape = self._replayed(step, read) if window is None else None
+        tape = self._replayed(step, read, window)
         if tape is None:
             slots: list[Any] = [None] * program.num_slots
             for port in program.inputs:
@@ -207,9 +206,12 @@ class StepRunner:
         """Inside a backward: whether another forward of the declared window follows, which full parameters may stay for."""
         return bool(saved.kept) and not (self.executor.accumulation.at_last or self.holding) and self.in_default_mode()
 
-    def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor]) -> Tape | None:
+    def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor], window: InWindow | None) -> Tape | None:
         """The tape whose forward was replayed, if the step has one that may be."""
         if self.tapes is None or step.backward is None:
+            return None
+        if window is not None:  # what stays for the next micro-batch is in no recording, and ranks hold it alike
+            self.tapes.refuse(HELD)
             return None
         with self._told():
             return self.tapes.forward(step, read)

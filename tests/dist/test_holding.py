@@ -376,6 +376,44 @@ def test_a_window_in_which_other_things_happen(ranks: Pools, stage: int) -> None
     ranks(2, situation, stage=stage)
 
 
+def other_options() -> None:
+    """Offloading, checks of what regions compute, and recomputation."""
+    case = Case(partial(Deep, 2), own_batch)
+    for options in ({"offload": "parameters"}, {"offload": "activations{mib=0}"}, {"debug_nonfinite": True, "recompute": "full"}):
+        given = {"steps": 2, "stage": 3, "case": case, "precision": "bf16", **options}
+        found, gathered = trained(**given, keep="keep{units=99}")
+        wanted, _ = trained(**given, keep="keep{units=99}", holds=False)
+        assert_same_bits(found, wanted)
+        assert not gathered[1] and not gathered[3]
+
+
+def test_windows_with_other_options(ranks: Pools) -> None:
+    ranks(2, other_options)
+
+
+def deepspeed() -> None:
+    """The engine declares its window."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 3,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+    }
+    model = net()
+    engine, *_ = zcompile.initialize(model=model, model_parameters=model.parameters(), config=settings, backend="eager")
+    for step in range(6):
+        with gathers(engine.module) as started:
+            engine.backward(engine(mine(step))["loss"])
+            engine.step()
+        assert bool(started) == (step % 3 == 0)
+    assert engine.global_steps == 2 and live_bytes(engine.module) == 0
+
+
+def test_the_engine_gathers_once_a_window(ranks: Pools) -> None:
+    ranks(2, deepspeed)
+
+
 def closed() -> None:
     """What is held goes with the model."""
     for end in (lambda model: model.close(), zcompile.unwrap):

@@ -204,7 +204,9 @@ def check_step(step: Step, forward: Subject, backward: Subject | None) -> None:
 
 def _check_handed_round(forward: Subject, backward: Subject | None) -> None:
     """What forward takes, the backward before it in the window hands on; it has the type, and nothing is left over."""
-    handed = {} if backward is None else {role: n for n, role in backward.graph.outputs if isinstance(role, HANDED_ON)}
+    handed: dict[Origin | Role, fx.Node] = {}
+    if backward is not None:
+        handed = {role: node for node, role in backward.graph.outputs if isinstance(role, HANDED_ON)}
     taken = {_origin(node): node for node in forward.graph.inputs if isinstance(_origin(node), HANDED_ON)}
     for origin, node in taken.items():
         given = handed.get(origin)
