@@ -63,7 +63,7 @@ def schedule(policy: str, *, window: bool = False) -> tuple[Pass[Any], ...]:
     ``"none"`` moves nothing. Otherwise the spec lists schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``.
     ``keep`` and ``bucket`` run with their defaults where it does not name them, ``keep{units=0}`` and ``bucket{mib=0}`` are
     none. ``keep`` runs first wherever it stands: the others schedule the gathers that it leaves. Behind it, and in a window
-    only, ``hold`` lets stay what it keeps; ``hold{units=0}`` does not.
+    only, ``hold`` lets stay what it keeps; ``hold{units=0 first=0}`` does not.
 
     Raises:
         PipelineError: an unknown pass, or one that does not schedule.

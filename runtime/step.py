@@ -134,7 +134,7 @@ class StepRunner:
             (parameter, padded gradient shard) pairs, and the gradients of inputs by index.
         """
         local = self.keeps_local()
-        window = None if keep or not self._leaves(saved) else self._in_window(step)
+        window = None if keep or not self._leaves() else self._in_window(step)
         backward = self._backward(step, window, local)
         program = backward.program
         held = self.executor.accumulation
@@ -202,9 +202,9 @@ class StepRunner:
         with self._told(), as_written(self.executor.buffers.device):
             yield
 
-    def _leaves(self, saved: SavedValues) -> bool:
+    def _leaves(self) -> bool:
         """Inside a backward: whether another forward of the declared window follows, which full parameters may stay for."""
-        return bool(saved.kept) and not (self.executor.accumulation.at_last or self.holding) and self.in_default_mode()
+        return not (self.executor.accumulation.at_last or self.holding) and self.in_default_mode()
 
     def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor], window: InWindow | None) -> Tape | None:
         """The tape whose forward was replayed, if the step has one that may be."""

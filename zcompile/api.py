@@ -124,8 +124,8 @@ def compile(
             ``no_sync``, may take more. Of options that save nothing it is said.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many; the caller
             scales the loss. Stages 0 and 1 reduce at its end alone, and keep full gradients until then. Weights that ``policy``
-            keeps stay gathered until then (``"hold{units=0}"``: not): inside, write parameters by an optimizer, by loading or in place
-            (``p.mul_(2)``), not through ``.data`` or ``torch._foreach_*``, which torch does not count.
+            keeps, and those of the first unit, stay gathered (``"hold{first=9}"``: more, ``"hold{units=0 first=0}"``: none): inside,
+            write parameters by an optimizer, a loader or ``p.mul_(2)``, not by ``.data`` or ``torch._foreach_*``, which nobody sees.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
             is narrower; None: their own dtype.
         ignore: glob patterns of parameters that are not sharded.

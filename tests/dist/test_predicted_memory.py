@@ -121,7 +121,7 @@ def predicted_window(stage: int, steps: int, options: dict[str, Any]) -> None:
         (3, 3, {}),
         (3, 2, {"policy": "keep{units=99},prefetch"}),
         (3, 2, {"policy": "keep{units=2},bucket{mib=0},hold{units=1},prefetch"}),
-        (2, 3, {"policy": "hold{units=0},prefetch"}),
+        (2, 3, {"policy": "hold{units=0 first=0},prefetch"}),
     ],
 )
 def test_weights_that_stay_over_a_window(ranks: Pools, stage: int, steps: int, options: dict[str, Any]) -> None:

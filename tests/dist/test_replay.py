@@ -365,7 +365,7 @@ def test_a_device_that_cannot_record(ranks: Pools) -> None:
 
 def within_a_window() -> None:
     """Weights that stay gathered are in no recording; where none do, the first micro-batch may be replayed."""
-    for policy, holds in ((None, True), ("hold{units=0},prefetch", False)):
+    for policy, holds in ((None, True), ("hold{units=0 first=0},prefetch", False)):
         models, optimizers, said = twins(3, gradient_accumulation_steps=2, policy=policy)
         for step in range(STEPS):
             losses = [two_batches(m, o, step) for m, o in zip(models, optimizers, strict=True)]
