@@ -134,7 +134,7 @@ class StepRunner:
             (parameter, padded gradient shard) pairs, and the gradients of inputs by index.
         """
         local = self.keeps_local()
-        window = None if keep or not self._leaves() else self._in_window(step)
+        window = self._in_window(step) if self._leaves() else None
         backward = self._backward(step, window, local)
         program = backward.program
         held = self.executor.accumulation
@@ -203,7 +203,7 @@ class StepRunner:
             yield
 
     def _leaves(self) -> bool:
-        """Inside a backward: whether another forward of the declared window follows, which full parameters may stay for."""
+        """Inside a backward: whether it is a part of the declared window behind which another forward follows."""
         return not (self.executor.accumulation.at_last or self.holding) and self.in_default_mode()
 
     def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor], window: InWindow | None) -> Tape | None:

@@ -188,6 +188,11 @@ def step_of_torch(model: Any, folder: Path) -> None:
     _step(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
+def step_of_many(model: Any, folder: Path) -> None:
+    """One operator for all parameters, which torch does not count as a write."""
+    _step(model, torch.optim.SGD(model.parameters(), lr=0.5, foreach=True))
+
+
 def step_of_ours(model: Any, folder: Path) -> None:
     _step(model, zcompile.optim.AdamW(model.parameters(), lr=0.5))
 
@@ -217,6 +222,7 @@ ENDINGS: dict[str, tuple[Callable[[Any, Path], None], bool]] = {
         (load_doubled, True),
         (load_doubled_checkpoint, True),
         (step_of_torch, True),
+        (step_of_many, True),
         (step_of_ours, True),
         (drop_gradients, False),
         (complete_gradients, False),
@@ -283,11 +289,13 @@ def evaluates(model: Any) -> None:
 
 
 def two_forwards(model: Any) -> None:
-    """Two before a backward: the second one gathers for itself."""
-    model(mine(0))["loss"].backward()
-    one, two = model(mine(1))["loss"], model(mine(2))["loss"]
+    """Two before a backward: each gathers for itself, and one of them leaves it to the third."""
+    one, two = model(mine(0))["loss"], model(mine(1))["loss"]
     two.backward()
+    count = num_held(model)
     one.backward()
+    assert num_held(model) == count
+    model(mine(2))["loss"].backward()
 
 
 def retains(model: Any) -> None:
@@ -302,6 +310,7 @@ def asks_for_some(model: Any) -> None:
     weight = dict(model.named_parameters())["middle.weight"]
     model(mine(0))["loss"].backward()
     torch.autograd.grad(model(mine(5))["loss"], [weight])
+    assert num_held(model) == 0
     model(mine(1))["loss"].backward()
     model(mine(2))["loss"].backward()
 
