@@ -15,6 +15,7 @@ from zcompile.passes.memory.recompute import Recompute
 from zcompile.passes.memory.recompute_params import RecomputeParams
 from zcompile.passes.precision import Precision
 from zcompile.passes.schedule.bucket import Bucket
+from zcompile.passes.schedule.hold import Hold
 from zcompile.passes.schedule.keep import Keep
 from zcompile.passes.schedule.prefetch import Prefetch
 from zcompile.passes.zero.outline import Outline
@@ -37,6 +38,7 @@ PASSES: tuple[type[Pass[Any]], ...] = (
     Reduce,
     Outline,
     Keep,
+    Hold,
     Bucket,
     Prefetch,
     Offload,
@@ -55,12 +57,13 @@ def parse(spec: str) -> Pipeline:
     return Pipeline.parse(spec, KNOWN)
 
 
-def schedule(policy: str) -> tuple[Pass[Any], ...]:
-    """The schedule passes of a policy spec.
+def schedule(policy: str, *, window: bool = False) -> tuple[Pass[Any], ...]:
+    """The schedule passes of a policy spec, for a declared ``window`` of micro-batches or none.
 
     ``"none"`` moves nothing. Otherwise the spec lists schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``.
     ``keep`` and ``bucket`` run with their defaults where it does not name them, ``keep{units=0}`` and ``bucket{mib=0}`` are
-    none. ``keep`` runs first wherever it stands: the others schedule the gathers that it leaves.
+    none. ``keep`` runs first wherever it stands: the others schedule the gathers that it leaves. Behind it, and in a window
+    only, ``hold`` lets stay what it keeps; ``hold{units=0 first=0}`` does not.
 
     Raises:
         PipelineError: an unknown pass, or one that does not schedule.
@@ -69,13 +72,14 @@ def schedule(policy: str) -> tuple[Pass[Any], ...]:
         return ()
     passes = parse(policy).passes
     for p in passes:
-        if not isinstance(p, (Keep, Bucket, Prefetch)):
+        if not isinstance(p, (Keep, Hold, Bucket, Prefetch)):
             raise PipelineError(
-                f"policy '{policy}' names '{p.name}', which is no schedule pass; those are keep, bucket, prefetch, or none"
+                f"policy '{policy}' names '{p.name}', which is no schedule pass; those are keep, hold, bucket, prefetch, or none"
             )
     keep = tuple(p for p in passes if isinstance(p, Keep)) or (Keep(),)
-    rest = tuple(p for p in passes if not isinstance(p, Keep))
-    return (*keep, *rest) if any(isinstance(p, Bucket) for p in rest) else (*keep, Bucket(), *rest)
+    hold = (tuple(p for p in passes if isinstance(p, Hold)) or (Hold(),)) if window else ()
+    rest = tuple(p for p in passes if not isinstance(p, (Keep, Hold)))
+    return (*keep, *hold, *rest) if any(isinstance(p, Bucket) for p in rest) else (*keep, *hold, Bucket(), *rest)
 
 
 def chunk_loss(config: Config) -> tuple[ChunkLoss, ...]:
@@ -111,7 +115,7 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp", gpu: str = 
             Unshard(stage=config.stage),
             Reduce(stage=config.stage, dtype=config.reduce_spec),
             Outline(),
-            *schedule(config.policy),
+            *schedule(config.policy, window=config.gradient_accumulation_steps > 1),
             *offload,
             Cleanup(),
         )

@@ -13,6 +13,7 @@ def end(runner: StepRunner) -> None:
     """Let go of parameters, of recorded steps and of other ranks."""
     for parameter in runner.shards.parameters:
         vars(parameter).pop(Slot.NAME, None)  # nobody manages them any more
+    runner.holding.drop()
     if runner.tapes is not None:
         runner.tapes.close()
     leave(runner.executor.collectives, runner.agreement, runner.shards.mesh)

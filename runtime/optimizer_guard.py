@@ -107,7 +107,7 @@ def _torch_scaler() -> torch.amp.GradScaler | None:
 
 def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> None:
     """Check every ``step`` of any torch optimizer, for as long as ``shards`` lives: ``check_optimizer``, ``check_scaler``, and
-    that no gradient of its parameters was added up without having come to ``.grad``.
+    that no gradient of its parameters was added up without having come to ``.grad``. In a declared window updates are counted.
 
     torch offers this hook for the whole process; it costs one look at the optimizer's class and one at each near caller.
     """
@@ -118,8 +118,10 @@ def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> Non
         check_optimizer(optimizer)
         check_scaler(optimizer)
         check_hosted(optimizer)
-        if accumulation.names() and (mine := watched()) is not None:
+        mine = watched() if accumulation.steps > 1 or accumulation.names() else None
+        if mine is not None:
             check_complete(optimizer, mine)
+            mine.updates += any(owner is mine for owner, _ in _managed(optimizer))
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(shards, handle.remove)

@@ -20,10 +20,12 @@ class SavedValues:
         buffers: where kept ones come from.
         host: where offloaded ones are.
         tape: of the forward, if it was replayed: all memory is the tape's then.
+        written: what ``shards.written`` was at the forward; empty: outside of a declared window.
     """
 
-    def __init__(self, buffers: Buffers, host: HostMemory, tape: Tape | None) -> None:
+    def __init__(self, buffers: Buffers, host: HostMemory, tape: Tape | None, written: tuple[int, ...] = ()) -> None:
         self.tape = tape
+        self.written = written
         self.values: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
         self.offloaded: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zcompile import compat
 from zcompile.errors import OutOfMemoryError, ShardingError
 from zcompile.offloading import Offloading
 from zcompile.placement import ParamSpec
@@ -21,7 +22,7 @@ from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.host import HostMemory
 from zcompile.runtime.hosting import Hosting
 from zcompile.runtime.mesh import Mesh
-from zcompile.runtime.placed import as_seen
+from zcompile.runtime.placed import as_seen, local_of
 
 
 class Slot:
@@ -72,6 +73,7 @@ class ParameterShards:
         layout: where each shard lies in its arena.
         gradients: their gradients, laid out alike.
         accumulation: gradients that are not in ``.grad`` yet, of a compiled model.
+        updates: steps of optimizers that hold parameters of these.
         when_out_of_memory: makes the error to raise from the device's own and what was done (of a step, nothing).
     """
 
@@ -108,6 +110,7 @@ class ParameterShards:
         self.parameters = [self._make_parameter(i) for i in range(len(self._specs))]
         self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters, self.hosting)
         self.accumulation: Accumulation | None = None
+        self.updates = 0
 
     @contextlib.contextmanager
     def explaining_memory(self, what: str = "") -> Iterator[None]:
@@ -206,6 +209,15 @@ class ParameterShards:
         spec = self.specs[self.names[self.index(name)]]
         local = full_tensors.cut(spec, full, self.mesh.rank).to(self.hosting.home, dtype, copy=True)
         return self.as_seen(spec, local.contiguous())
+
+    def written(self) -> tuple[int, ...]:
+        """Differs from what it was before if values were written since: by an optimizer, a loader, or in place through a parameter.
+
+        What it cannot see are writes that torch does not count: through ``.data``, and by ``torch._foreach_*`` on DTensors.
+        """
+        alone = [self._padded[i] for i, place in enumerate(self.layout.places) if place is None]
+        seen = [t for p in self.parameters for t in (p, local_of(p))]
+        return (self.updates, *map(compat.version, (*self._arenas.values(), *alone, *seen)))
 
     # What users see. --------------------------------------------------------------------------------------------------
 

@@ -13,19 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
-from zcompile.program import Port, Program, Runnable, StepProgram
+from zcompile.program import InWindow, Port, Program, Runnable, StepProgram
 from zcompile.runtime.executor import Executor, as_written
 from zcompile.runtime.full import logical
+from zcompile.runtime.holding import Holding
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.saved import SavedValues
 from zcompile.runtime.shards import ParameterShards
-from zcompile.runtime.tape import Tape, Tapes
+from zcompile.runtime.tape import HELD, Tape, Tapes
 
 
 class StepRunner:
     """Runs the steps of one compiled model.
 
     Attributes:
+        holding: full parameters between the micro-batches of a declared window.
         tapes: replays steps; None: every step is issued.
         local_only: inside ``no_sync``: backwards keep their gradients on this rank.
         saved_bytes: by ``id`` of a step, what its first forward left for its backward, shared storage once.
@@ -39,6 +41,7 @@ class StepRunner:
         self.agreement = agreement
         self.buffer_of = buffer_of
         self.local_only = False
+        self.holding = Holding(shards, executor.buffers)
         self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
         self._probe = torch.zeros((), requires_grad=True)
@@ -67,20 +70,25 @@ class StepRunner:
         self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]
     ) -> tuple[list[Any], SavedValues]:
         """The output leaves, and what backward needs by name."""
-        program = step.forward.program
-        self.agreement.event(f"forward ({step.label})", step.forward.sequence)
-        read = partial(self._read, constants, inputs)
-        tape = self._replayed(step, read)
+        window = self._in_window(step)
+        kept = {} if window is None else self.holding.take(window.takes)
+        runnable = window.forward if window is not None and kept else step.forward
+        program = runnable.program
+        self.agreement.event(f"forward ({step.label}{', weights held' * bool(kept)})", runnable.sequence)
+        read = partial(self._read, constants, inputs, kept)
+        written = () if window is None else self.shards.written()
+        tape = self._replayed(step, read, window)
         if tape is None:
             slots: list[Any] = [None] * program.num_slots
             for port in program.inputs:
                 slots[port.slot] = read(port)
+            kept.clear()
             with contextlib.nullcontext() if self.tapes is None else self.tapes.issuing_forward(step):
-                ports, results = program.outputs, self._run(step.forward, slots)
+                ports, results = program.outputs, self._run(runnable, slots)
         else:
             ports, results = tape.ends, tape.forward.results
         outputs: list[Any] = [None] * step.num_outputs
-        saved = SavedValues(self.executor.buffers, self.executor.mover.memory, tape)
+        saved = SavedValues(self.executor.buffers, self.executor.mover.memory, tape, written)
         copies: dict[int, Tensor] = {}
         for port in ports:
             value = results[port.slot]
@@ -99,8 +107,12 @@ class StepRunner:
             self.saved_bytes[id(step)] = saved.num_bytes()
         return outputs, saved
 
-    def _read(self, constants: Mapping[str, Tensor], inputs: Sequence[Tensor], port: Port) -> Tensor:
+    def _read(
+        self, constants: Mapping[str, Tensor], inputs: Sequence[Tensor], kept: Mapping[str, Tensor], port: Port
+    ) -> Tensor:
         """What a forward reads at a port."""
+        if port.kind == "kept":
+            return kept[port.key]
         if port.kind == "param":
             return self.shards.local(port.key)
         if port.kind == "input":
@@ -122,11 +134,12 @@ class StepRunner:
             (parameter, padded gradient shard) pairs, and the gradients of inputs by index.
         """
         local = self.keeps_local()
-        backward = self._local(step) if local else step.backward
-        assert backward is not None
+        window = self._in_window(step) if self._leaves() else None
+        backward = self._backward(step, window, local)
         program = backward.program
         held = self.executor.accumulation
         kind = (", no_sync" if self.local_only else ", within a window") * local
+        kind += ", weights stay" * (window is not None)
         self.executor.takes_local = self.in_default_mode()  # else they wait for a backward that accumulates
         self.agreement.event(f"backward ({step.label}{kind})", backward.sequence)
         saved.check_versions()
@@ -143,6 +156,9 @@ class StepRunner:
                 saved.give_offloaded()
             if self.shards.hosting.parameters:
                 self.shards.hosting.arrived()
+        if window is not None:
+            stay = {port.key: results[port.slot] for port in program.outputs if port.kind == "kept"}
+            self.holding.put(stay, saved.written)
         grads = [(port.key, results[port.slot]) for port in program.outputs if port.kind == "grad"]
         input_grads = {port.key: results[port.slot] for port in program.outputs if port.kind == "input_grad"}
         if saved.tape is not None:  # the next replay writes over them
@@ -166,14 +182,36 @@ class StepRunner:
             saved.values = {}
         return slots
 
-    def _local(self, step: StepProgram) -> Runnable:
-        """The backward of ``no_sync``; its first use builds it."""
-        with self._told(), as_written(self.executor.buffers.device):
-            return step.local_backward()
+    def _backward(self, step: StepProgram, window: InWindow | None, local: bool) -> Runnable:
+        """The backward that runs; the first use of one without reductions builds it."""
+        assert step.backward is not None
+        if not local:
+            return step.backward if window is None else window.backward
+        with self._building():
+            return step.local_backward() if window is None else window.local_backward()
 
-    def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor]) -> Tape | None:
+    def _in_window(self, step: StepProgram) -> InWindow | None:
+        """What runs in the middle of the declared window, if there is one and full parameters stay in it."""
+        if step.backward is None or self.executor.accumulation.steps == 1:
+            return None
+        with self._building():
+            return step.in_window()
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        with self._told(), as_written(self.executor.buffers.device):
+            yield
+
+    def _leaves(self) -> bool:
+        """Inside a backward: whether it is a part of the declared window behind which another forward follows."""
+        return not (self.executor.accumulation.at_last or self.holding) and self.in_default_mode()
+
+    def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor], window: InWindow | None) -> Tape | None:
         """The tape whose forward was replayed, if the step has one that may be."""
         if self.tapes is None or step.backward is None:
+            return None
+        if window is not None:  # what stays for the next micro-batch is in no recording, and ranks hold it alike
+            self.tapes.refuse(HELD)
             return None
         with self._told():
             return self.tapes.forward(step, read)
@@ -191,6 +229,7 @@ class StepRunner:
         except RankError:
             raise
         except BaseException as error:
+            self.holding.drop()
             self.agreement.fail(error)
             raise
 
@@ -243,6 +282,8 @@ class StepRunner:
         held = self.executor.accumulation
         ends = held.at_last
         held.advance(reduces=True)
+        if ends:
+            self.holding.drop()
         if held.dtype is None:
             return grads
         if ends:
@@ -269,7 +310,12 @@ class StepRunner:
         local = self.executor.reduce_local(list(held.local), "sync_gradients")
         grads = [(name, held.take_reduced(name, value)) for name, value in local] + self._take_reduced()
         self.shards.accumulate_many([name for name, _ in grads], [value for _, value in grads])
-        held.clear()
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        """Forget what earlier backward calls left: a declared window begins."""
+        self.executor.accumulation.clear()
+        self.holding.drop()
 
     def _fresh(self, name: str, padded: Tensor) -> Tensor:
         """A gradient of its own memory, placed as its parameter is."""

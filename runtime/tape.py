@@ -36,6 +36,9 @@ DEVICE_BOUND = "the host issues it faster than the device runs it"
 #: why a step is not replayed that moves values to the host
 MOVES = "activations of it are offloaded"
 
+#: why a step is not replayed whose full parameters outlive it
+HELD = "weights stay gathered over a declared window"
+
 #: what a forward leaves for its backward
 _LEFT = ("saved", "kept")
 
@@ -165,6 +168,11 @@ class Tapes:
         with contextlib.nullcontext() if pace is None else pace.backward():
             yield
         self._warm[id(step)] = self._warm.get(id(step), 0) + 1
+
+    def refuse(self, reason: str) -> None:
+        """Say why the latest step is not replayed."""
+        self.reason = reason
+        self._tell(reason)
 
     def forward(self, step: StepProgram, read: Read) -> Tape | None:
         """Replay a step's forward, which is recorded first if it is time to; None: it is to be issued."""

@@ -50,6 +50,8 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "local": st.booleans(),
     "mib": st.floats(0, 1e6, allow_nan=False) | st.integers(0, 512),
     "units": st.integers(0, 64),
+    "first": st.integers(0, 64),
+    "inside": st.booleans(),
     "min_mib": st.floats(0, 1e6, allow_nan=False),
     "columns": st.integers(0, 1 << 20),
     "drop": st.booleans(),

@@ -196,9 +196,6 @@ class Budgeted:
         if config.gradient_accumulation_steps > 1:
             narrow = [s for s in specs if s.requires_grad and config.wide_dtype not in (None, s.dtype)]
             beside += sum(4 * s.padded_local_numel for s in narrow)
-            if config.defers_reduction and shards.mesh.is_distributed:
-                wide = config.wide_dtype or config.compute_dtype
-                beside += sum(s.numel * (wide or s.dtype).itemsize for s in specs if s.requires_grad)
         memory = shards.hosting.memory
         return Offer(
             work=float(sum(meta.num_bytes(meta.value(node)) for node in captured.graph.fx.nodes)),

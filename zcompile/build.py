@@ -11,15 +11,16 @@ from typing import Any
 from zcompile.capture.joint import Captured
 from zcompile.errors import ConfigError
 from zcompile.ir import meta
-from zcompile.ir.graph import Grad, Graph, Region, Tangent
+from zcompile.ir.graph import Grad, Graph, Kept, Region, Step, Tangent
 from zcompile.lower import interpret
 from zcompile.lower.finite import Watch, watched
 from zcompile.lower.inductor import compile_region
 from zcompile.lower.program import lower_program
+from zcompile.passes.schedule.hold import inside_window
 from zcompile.passes.zero.reduce import Reduce
 from zcompile.pipeline import Dump, History, Pipeline
-from zcompile.program import Runnable, StepProgram
-from zcompile.scheduled import Graphs, PureStep, schedule_step, split_step
+from zcompile.program import InWindow, Runnable, StepProgram, TensorType
+from zcompile.scheduled import Graphs, Scheduled, schedule_step, split_step
 from zcompile.verify.ranks import collective_sequence
 from zcompile.verify.verifier import Verifier
 
@@ -67,10 +68,41 @@ def build(
     scheduled = schedule_step(pure, pipeline, verifier, dump)
     step = scheduled.step
     backward = step.backward
+    forward_bodies = _bodies(step.forward, backend)
+    backward_bodies = {} if backward is None else _bodies(backward, backend)
+
+    @cache
+    def local() -> tuple[Scheduled, dict[str, Any]]:
+        variant = schedule_step(pure, _without_reductions(pipeline), verifier)
+        return variant, _bodies(_backward(variant.step), backend)
+
+    def local_backward() -> Runnable:
+        variant, bodies = local()
+        return _runnable(_backward(variant.step), bodies, watch)
+
+    def local_in_window() -> Runnable:
+        variant, bodies = local()
+        return _runnable(_backward(_in_window(variant, pipeline, verifier, dump)), bodies, watch)
+
+    def in_window() -> InWindow | None:
+        if backward is None or inside_window(pipeline) is None:
+            return None
+        middle = _in_window(scheduled, pipeline, verifier, dump)
+        takes = {
+            origin.name: TensorType(tuple(meta.tensor(node).shape), meta.tensor(node).dtype)
+            for node in middle.forward.inputs
+            if isinstance(origin := meta.origin(node), Kept)
+        }
+        if not takes:
+            return None
+        forward = _runnable(middle.forward, forward_bodies, watch)
+        return InWindow(takes, forward, _runnable(_backward(middle), backward_bodies, watch), cache(local_in_window))
+
     program = StepProgram(
-        forward=_lower(step.forward, backend, watch),
-        backward=None if backward is None else _lower(backward, backend, watch),
-        local_backward=cache(lambda: _lower(_local_variant(pure, pipeline, verifier), backend, watch)),
+        forward=_runnable(step.forward, forward_bodies, watch),
+        backward=None if backward is None else _runnable(backward, backward_bodies, watch),
+        local_backward=cache(local_backward),
+        in_window=cache(in_window),
         label=label,
         num_outputs=captured.num_outputs,
         tangents=_tangents(captured.graph),
@@ -82,17 +114,32 @@ def build(
     return Built(captured, Graphs(pure.joint, step.forward, backward), scheduled.history, program)
 
 
-def _local_variant(pure: PureStep, pipeline: Pipeline, verifier: Verifier) -> Graph:
-    """The backward without reductions, for ``no_sync``."""
-    passes = tuple(dataclasses.replace(p, local=True) if isinstance(p, Reduce) else p for p in pipeline.passes)
-    step = schedule_step(pure, Pipeline(passes), verifier).step
-    assert step.backward is not None, "a step without a backward has no local one"
+def _without_reductions(pipeline: Pipeline) -> Pipeline:
+    """The pipeline whose backward keeps gradients on its rank, for ``no_sync``."""
+    return Pipeline(tuple(dataclasses.replace(p, local=True) if isinstance(p, Reduce) else p for p in pipeline.passes))
+
+
+def _in_window(scheduled: Scheduled, pipeline: Pipeline, verifier: Verifier, dump: Dump | None) -> Step:
+    """The graphs for the middle of a window: their regions are those of the scheduled step."""
+    hold = inside_window(pipeline)
+    assert hold is not None, "the pipeline holds something"
+    step = scheduled.step.copy()
+    Pipeline((hold,)).run_step(step, verifier, dump, dict(scheduled.facts))
+    return step
+
+
+def _backward(step: Step) -> Graph:
+    assert step.backward is not None, "a step without a backward has one way to run"
     return step.backward
 
 
-def _lower(graph: Graph, backend: str, watch: Watch | None) -> Runnable:
-    """Compile the regions of a scheduled graph, and its top level to a program."""
-    bodies = {name: BACKENDS[backend](region) for name, region in graph.regions.items()}
+def _bodies(graph: Graph, backend: str) -> dict[str, Any]:
+    """The regions of a scheduled graph, compiled."""
+    return {name: BACKENDS[backend](region) for name, region in graph.regions.items()}
+
+
+def _runnable(graph: Graph, bodies: dict[str, Any], watch: Watch | None) -> Runnable:
+    """The program of a scheduled graph's top level, with what its regions were compiled to."""
     program = lower_program(graph)
     if watch is not None:
         program, bodies = watched(graph, program, bodies, watch)

@@ -173,6 +173,11 @@ class Config:
         return None if self.accumulate_dtype is None else torch.float32
 
     @property
+    def summed_dtype(self) -> torch.dtype | None:
+        """The dtype in which reductions read gradients; None: their parameters' own."""
+        return {None: None, "fp32": torch.float32, **_PRECISIONS}[self.reduce_dtype]
+
+    @property
     def defers_reduction(self) -> bool:
         """Whether a declared window reduces at its end alone (ZeRO stages 0 and 1) and not in each backward."""
         return self.stage <= 1

@@ -250,7 +250,7 @@ class CompiledModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are not in ``.grad`` yet are dropped too, and a declared window begins anew."""
         super().zero_grad(set_to_none)
-        self._session.runner.executor.accumulation.clear()
+        self._session.runner.begin_window()
 
     # Full parameters. -------------------------------------------------------------------------------------------------
 

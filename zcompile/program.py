@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,6 +155,23 @@ class Runnable:
 
 
 @dataclass(frozen=True)
+class InWindow:
+    """What runs in the middle of a declared window, where full parameters stay from a backward to the next forward.
+
+    Attributes:
+        takes: types of the ``kept`` values that forward reads instead of gathering them, and backward returns, by name.
+        forward: run where the backward before it left them.
+        backward: run where another forward of the window will follow.
+        local_backward: the same without reductions, built when first asked for.
+    """
+
+    takes: Mapping[str, TensorType]
+    forward: Runnable
+    backward: Runnable
+    local_backward: Callable[[], Runnable]
+
+
+@dataclass(frozen=True)
 class StepProgram:
     """Everything the runtime needs to run one captured step.
 
@@ -163,6 +180,7 @@ class StepProgram:
         backward: run by ``backward()``; None when nothing needs a gradient.
         local_backward: gives the same without reductions, for ``no_sync``: gradients come in the form that reductions read. It is
             built when first asked for.
+        in_window: what runs in the middle of a declared window instead, built when first asked for; None: the same.
         label: how the step is called in errors, such as ``train``.
         num_outputs: number of output leaves of the user's forward.
         tangents: output leaves that have a tangent, with the strides that backward was traced with.
@@ -173,6 +191,7 @@ class StepProgram:
     forward: Runnable
     backward: Runnable | None
     local_backward: Callable[[], Runnable]
+    in_window: Callable[[], InWindow | None]
     label: str
     num_outputs: int
     tangents: dict[int, tuple[int, ...]]

@@ -46,10 +46,12 @@ class Scheduled:
 
     Attributes:
         step: forward and backward after all passes.
+        facts: what they established.
         history: one entry a pass, those before the split first.
     """
 
     step: Step
+    facts: Facts
     history: History
 
 
@@ -89,5 +91,6 @@ def schedule_step(pure: PureStep, pipeline: Pipeline, verifier: Verifier, dump: 
     """Run the step passes of a pipeline on a copy of a pure step."""
     pipeline.check()
     step = pure.step.copy()
-    history = pipeline.run_step(step, verifier, dump, dict(pure.facts))
-    return Scheduled(step, History(pure.history.entries + history.entries))
+    facts = dict(pure.facts)
+    history = pipeline.run_step(step, verifier, dump, facts)
+    return Scheduled(step, facts, History(pure.history.entries + history.entries))

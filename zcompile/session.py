@@ -26,6 +26,7 @@ from zcompile.pipeline import Dump, Pipeline
 from zcompile.planner.budget import fit
 from zcompile.planner.memory import Setup
 from zcompile.planner.walk import predict
+from zcompile.planner.window import Window
 from zcompile.program import StepProgram
 from zcompile.runtime.executor import as_written
 from zcompile.runtime.step import StepRunner
@@ -200,7 +201,7 @@ class Session:
             copies=self.runner.executor.collectives.peers is not None,
             offloading=self.config.offloading,
             step=self.runner.shards.hosting.step,
-            accumulates=self.config.gradient_accumulation_steps > 1,
+            window=Window.of(self.config, self.pipeline, mesh.size if mesh.is_distributed else 1),
         )
 
     def sequences(self) -> set[tuple[str, ...]]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import fx
 
-from zcompile.analysis.schedule import Collective, collectives, first_uses, is_gather, never_release
+from zcompile.analysis.schedule import Collective, Full, first_uses, gathered, never_release
 from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
-from zcompile.ir import calls, meta
-from zcompile.ir.graph import Graph, Kept, Param, Step
-from zcompile.ir.handover import hand_on, kept_parameter, kept_value
+from zcompile.ir import meta
+from zcompile.ir.graph import Kept, Step
+from zcompile.ir.handover import hand_on, kept_parameter
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
 
@@ -67,7 +67,7 @@ class Keep(StepPass):
             raise PassError(f"memory for kept units is {self.mib} MiB; it must not be negative")
         if target.backward is None:
             return
-        forward = {full.kept: full.node for full in _gathered(target.forward)}  # of two, the one nearer to backward
+        forward = {full.kept: full.node for full in gathered(target.forward)}  # of two, the one nearer to backward
         chosen = self._choose(target, forward, stats)
         inputs = hand_on(target, {full.kept: forward[full.kept] for full in chosen})
         dropped: dict[Collective, list[fx.Node]] = {}
@@ -80,10 +80,10 @@ class Keep(StepPass):
             gather.drop(results)
         stats["parameters kept for backward"] += len(chosen)
 
-    def _choose(self, step: Step, forward: Collection[Kept], stats: Stats) -> list[_Full]:
+    def _choose(self, step: Step, forward: Collection[Kept], stats: Stats) -> list[Full]:
         """What backward gathers and shall not; what is kept already counts."""
         limit = float("inf") if self.mib is None else self.mib * MIB
-        chosen: list[_Full] = []
+        chosen: list[Full] = []
         num_units = num_bytes = 0
         for unit in _in_order_of_need(step):
             both = [full for full in unit if full.kept in forward]
@@ -99,40 +99,19 @@ class Keep(StepPass):
         return chosen
 
 
-class _Full(NamedTuple):
-    """A full parameter in one graph: what it is called when it is kept, its unit, its node, and the gather it comes from.
-
-    An input that forward handed on comes from no gather.
-    """
-
-    kept: Kept
-    unit: str
-    node: fx.Node
-    gather: Collective | None
-
-
-def _gathered(graph: Graph) -> Iterator[_Full]:
-    for gather in collectives(graph, is_gather):
-        params = [meta.origin(shard) for shard in gather.shards]
-        for result in gather.results:
-            param = params[calls.index(result)]
-            if isinstance(param, Param):
-                yield _Full(kept_value(param.name, meta.tensor(result).dtype), param.unit or param.name, result, gather)
-
-
-def _in_order_of_need(step: Step) -> list[list[_Full]]:
+def _in_order_of_need(step: Step) -> list[list[Full]]:
     """What backward reads of each unit, the unit that it needs first at the front."""
     assert step.backward is not None
     unit_of = {param.name: param.unit for graph in step.graphs for _, param in graph.params()}
-    found: dict[Kept, _Full] = {}
+    found: dict[Kept, Full] = {}
     for node in step.backward.inputs:
         kept = meta.origin(node)
         if isinstance(kept, Kept):
-            found[kept] = _Full(kept, unit_of.get(kept_parameter(kept), kept.name), node, None)
-    for full in _gathered(step.backward):
+            found[kept] = Full(kept, unit_of.get(kept_parameter(kept), kept.name), node, None)
+    for full in gathered(step.backward):
         found.setdefault(full.kept, full)
     of_node = {full.node: full for full in found.values()}
-    units: dict[str, list[_Full]] = {}
+    units: dict[str, list[Full]] = {}
     for node in first_uses(step.backward):
         if node in of_node:
             units.setdefault(of_node[node].unit, []).append(of_node[node])

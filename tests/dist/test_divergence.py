@@ -191,6 +191,25 @@ def clips_alone(diverge: Callable[[], None]) -> None:
     steps(model, 3)
 
 
+def writes_alone_in_a_window(diverge: Callable[[], None], **options: Any) -> None:
+    """The weights that all others still hold are stale on one rank."""
+    model = compiled(gradient_accumulation_steps=3, **options)
+    for window in range(3):
+        for micro in range(3):
+            model(rows(3 * window + micro, this_rank()))["loss"].backward()
+            if window == 2 and micro == 0:
+                diverge()
+                if is_odd():
+                    with torch.no_grad():
+                        model.norm.weight.add_(1.0)
+        model.zero_grad()
+
+
+def writes_alone_where_nothing_is_gathered(diverge: Callable[[], None]) -> None:
+    """The others need no collective until the window ends."""
+    writes_alone_in_a_window(diverge, stage=1)
+
+
 class Touchy(Net):
     def forward(self, x: Any, extra: bool = False, fail: bool = False) -> Any:
         if fail:
@@ -252,6 +271,8 @@ SCENARIOS: dict[str, Callable[[Callable[[], None]], None]] = {
         one_in_no_sync,
         skips_a_backward,
         clips_alone,
+        writes_alone_in_a_window,
+        writes_alone_where_nothing_is_gathered,
         raises_in_forward,
         killed,
         killed_in_backward,
@@ -280,6 +301,8 @@ EXPECTED: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "one_in_no_sync": ("RankMismatchError", r"no_sync", ()),
     "skips_a_backward": ("RankMismatchError", r"forward \(train\)", ()),
     "clips_alone": ("RankMismatchError", r"clip_grad_norm_", ()),
+    "writes_alone_in_a_window": ("RankMismatchError", r"weights held|weights stay", ()),
+    "writes_alone_where_nothing_is_gathered": ("RankMismatchError", r"rank 1 waits to confirm call 15 as forward \(train\)", ()),
     "raises_in_forward": ("RankError", r"rank 1 raised ValueError: a bad batch", (ODD,)),
     "killed": ("RankError", r"rank 1 is gone", (ODD,)),
     "killed_in_backward": ("RankError", r"rank 1 is gone", (ODD,)),

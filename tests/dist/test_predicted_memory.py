@@ -92,6 +92,42 @@ def test_padded_tied_frozen_unused_and_replicated_parameters(ranks: Pools, stage
     ranks(3, predicted_net, stage=stage)
 
 
+def predicted_window(stage: int, steps: int, options: dict[str, Any]) -> None:
+    """Weights that stay over a window, and gradients that stay on their rank until it ends."""
+    case = CASES["deep"]
+    model = zcompile.compile(
+        case.build(), stage=stage, backend="eager", verify="fast", gradient_accumulation_steps=steps, **options
+    )
+    optimizer = adamw(model)
+    for step in range(2 * steps):
+        case.loss(model(**case.data(step, this_rank()))).backward()
+        if step == steps - 2:
+            held = model._session.runner.executor.accumulation.num_bytes
+            moments = model.report(optimizer).predicted.moments
+            assert max(m.after.get("local gradients", 0) for m in moments if m.name != "add local gradients") == held
+        if step % steps == steps - 1 and step < 2 * steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_as_measured(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("stage", "steps", "options"),
+    [
+        (1, 3, {"precision": "bf16"}),
+        (1, 2, {"precision": "bf16", "reduce_dtype": "bf16"}),
+        (0, 3, {"precision": "bf16", "reduce_dtype": "bf16", "accumulate_dtype": "fp32"}),
+        (2, 2, {}),
+        (3, 3, {}),
+        (3, 2, {"policy": "keep{units=99},prefetch"}),
+        (3, 2, {"policy": "keep{units=2},bucket{mib=0},hold{units=1},prefetch"}),
+        (2, 3, {"policy": "hold{units=0 first=0},prefetch"}),
+    ],
+)
+def test_weights_that_stay_over_a_window(ranks: Pools, stage: int, steps: int, options: dict[str, Any]) -> None:
+    ranks(2, predicted_window, stage=stage, steps=steps, options=options)
+
+
 def gathered_in_chunks() -> None:
     """Gradients of a model that is too large to keep their memory: none in forward, chunk by chunk in backward."""
     from zcompile.planner import walk

@@ -18,7 +18,7 @@ import zcompile
 from tests.dist.models import net, rows
 from tests.dist.pool import Pools
 from tests.dist.training import LR, full_gradients, this_rank
-from zcompile.runtime.tape import WARM_STEPS, Tapes
+from zcompile.runtime.tape import HELD, WARM_STEPS, Tapes
 
 pytestmark = pytest.mark.dist
 
@@ -361,6 +361,21 @@ def cannot_record(stage: int) -> None:
 
 def test_a_device_that_cannot_record(ranks: Pools) -> None:
     ranks(2, cannot_record, stage=3)
+
+
+def within_a_window() -> None:
+    """Weights that stay gathered are in no recording; where none do, the first micro-batch may be replayed."""
+    for policy, holds in ((None, True), ("hold{units=0 first=0},prefetch", False)):
+        models, optimizers, said = twins(3, gradient_accumulation_steps=2, policy=policy)
+        for step in range(STEPS):
+            losses = [two_batches(m, o, step) for m, o in zip(models, optimizers, strict=True)]
+            same(*losses, f"losses of step {step}")
+        same_everywhere(models, "in the end")
+        assert (models[0].report().replays == 0) == (HELD in said) == holds
+
+
+def test_windows(ranks: Pools) -> None:
+    ranks(2, within_a_window)
 
 
 def moves_to_the_host(stage: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from zcompile.ir import meta
 from zcompile.ir.graph import Grad, Graph, Kept, Offloaded, Param, Saved, Step
+from zcompile.ir.handover import kept_parameter
 from zcompile.ir.text import describe
 from zcompile.lower.interpret import average, lockstep_step, unshard
 from zcompile.placement import ParamSpec
@@ -46,12 +47,16 @@ class _Source:
         """For each rank, what the user sees: outputs, mutations, gradients (full, averaged)."""
         made = {describe(role) for g in step.graphs for _, role in g.outputs}
         inputs: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
-        params: dict[str, Param] = {}
+        params: dict[str, Param] = {p.name: p for graph in step.graphs for _, p in graph.params()}
         for graph in step.graphs:
-            params.update({p.name: p for _, p in graph.params()})
             for node in graph.inputs:
                 for rank in range(world_size):
-                    if self.key(node) not in made:
+                    origin = meta.origin(node)
+                    if (
+                        isinstance(origin, Kept) and graph is step.forward
+                    ):  # what an earlier step of the window gathered
+                        inputs[rank][self.key(node)] = self.gathered(node, params[kept_parameter(origin)], world_size)
+                    elif self.key(node) not in made:
                         inputs[rank][self.key(node)] = self.value(node, rank, world_size)
         results = lockstep_step(step, inputs)
         shown: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
@@ -64,6 +69,11 @@ class _Source:
             for rank in range(world_size):
                 shown[rank][describe(role)] = values[rank]
         return shown
+
+    def gathered(self, node: torch.fx.Node, param: Param, world_size: int) -> Tensor:
+        dtype = meta.tensor(node).dtype
+        full = self.random(describe(param), 0, param.shape)
+        return torch.cat([local_part(full, param, dtype, rank, world_size) for rank in range(world_size)])
 
     def value(self, node: torch.fx.Node, rank: int, world_size: int) -> Tensor:
         origin, like = meta.origin(node), meta.tensor(node)

@@ -98,6 +98,41 @@ def test_nothing_that_fits_is_faster(quantile: float) -> None:
     assert found.chosen.step_us == min(c.step_us for c in found.tried if c.fits)
 
 
+def test_a_window_saves_gathers_and_takes_memory() -> None:
+    """What is kept is gathered once in four micro-batches and outlives each; without a hold it is as many steps with one update."""
+    keep, nothing = "keep{units=4},prefetch", "keep{units=0},prefetch"
+    found = {}
+    for steps in (1, 4):
+        for policy in (keep, f"hold{{units=0 first=0}},{keep}", nothing):
+            many = variants(1, gradient_accumulation_steps=steps)
+            found[steps, policy] = many.candidate(Choice(3, policy, None, "none", ""))
+    once, held = found[1, keep], found[4, keep]
+    unheld, gathered = found[4, f"hold{{units=0 first=0}},{keep}"], found[4, nothing]
+    assert held.step_us < unheld.step_us < min(once.step_us, gathered.step_us)
+    assert once.peak_bytes <= unheld.peak_bytes <= held.peak_bytes
+    left = variants(1, gradient_accumulation_steps=4).candidate(
+        Choice(3, f"hold{{first=4}},{nothing}", None, "none", "")
+    )
+    assert left.step_us < gathered.step_us
+    assert found[1, keep] == dataclasses.replace(found[1, f"hold{{units=0 first=0}},{keep}"], choice=once.choice)
+
+
+def test_a_budget_in_a_window() -> None:
+    """With room everything stays; with less, what is at least as fast as the default and fits."""
+    free = ("policy",)
+    options = {"free": free, "gradient_accumulation_steps": 4}
+    space = Space.of(Config(free=free), ("",))
+    much = decide(variants(1 << 40, **options), space).chosen
+    assert "keep{units=4}" in much.choice.policy and "hold{first=4}" in much.choice.policy
+    usual = variants(1, **options).candidate(Choice(3, "prefetch", None, "none", ""))
+    less = decide(variants(max(usual.peak_bytes, much.peak_bytes - 1), **options), space).chosen
+    assert less.fits and much.step_us <= less.step_us <= usual.step_us
+    in_stage_2 = Space.of(Config(stage=2, free=free), ("",))  # which keeps everything; after a backward it need not
+    unheld = variants(1, **options).candidate(Choice(2, "hold{units=0},prefetch", None, "none", ""))
+    assert decide(variants(1 << 40, **options), in_stage_2).chosen.choice.policy == "prefetch"
+    assert decide(variants(unheld.peak_bytes, **options), in_stage_2).chosen.fits
+
+
 def test_amounts_are_between_the_ends() -> None:
     """Where saving everything is a little too much and saving nothing much too little."""
     free = ("recompute",)

@@ -38,6 +38,7 @@ FACTS: dict[str, dict[Fact, dict[str, Any]]] = {
     "stage3": _facts(3) | _PLANNED,
     "outlined": _facts(3) | _SCHEDULED,
     "kept": _facts(3) | _SCHEDULED | {Fact.KEEP_BOUNDED: {"units": 1, "mib": None}},
+    "held": _facts(3) | _SCHEDULED | {Fact.KEEP_BOUNDED: {"units": 1, "mib": None}},
     "offloaded": _facts(3)
     | _SCHEDULED
     | {Fact.KEEP_BOUNDED: {"units": 1, "mib": None}, Fact.OFFLOAD_BOUNDED: {"mib": 0, "lookahead": 1}},

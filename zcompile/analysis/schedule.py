@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
 from zcompile import ops
 from zcompile.ir import calls, meta
-from zcompile.ir.graph import Graph
+from zcompile.ir.graph import Graph, Kept, Param
+from zcompile.ir.handover import kept_value
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,28 @@ def collectives(graph: Graph, want: Callable[[fx.Node], bool] = lambda node: Tru
         results = tuple(sorted(wait.users, key=lambda n: position[n]))
         found.append(Collective(node, wait, results, position[node], position[wait], meta.num_bytes(meta.value(node))))
     return found
+
+
+class Full(NamedTuple):
+    """A full parameter in one graph: what it is called when it is kept, its unit, its node, and the gather it comes from.
+
+    An input that another graph handed on comes from no gather.
+    """
+
+    kept: Kept
+    unit: str
+    node: fx.Node
+    gather: Collective | None
+
+
+def gathered(graph: Graph) -> Iterator[Full]:
+    """The full parameters that a graph gathers, in the order in which their gathers start."""
+    for gather in collectives(graph, is_gather):
+        params = [meta.origin(shard) for shard in gather.shards]
+        for result in gather.results:
+            param = params[calls.index(result)]
+            if isinstance(param, Param):
+                yield Full(kept_value(param.name, meta.tensor(result).dtype), param.unit or param.name, result, gather)
 
 
 def first_uses(graph: Graph) -> dict[fx.Node, fx.Node]:

@@ -1,4 +1,4 @@
-"""Gathered parameters that forward hands on to backward: what they are called, and the edit that hands them on."""
+"""Gathered parameters that one graph hands on to the next: what they are called, and the edits that hand them on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zcompile.ir import meta
-from zcompile.ir.graph import Kept, Step
+from zcompile.ir.graph import Graph, Kept, Step
 
 
 def kept_value(param: str, dtype: torch.dtype) -> Kept:
@@ -34,12 +34,22 @@ def hand_on(step: Step, values: Mapping[Kept, fx.Node]) -> dict[Kept, fx.Node]:
     assert step.backward is not None, "there is no backward to keep values for"
     outputs = step.forward.outputs
     step.forward.set_outputs(outputs + [(node, kept) for kept, node in values.items()])
-    graph = step.backward.fx
-    anchor = next(iter(graph.nodes))
+    return take(step.backward, values, "kept")
+
+
+def take(graph: Graph, values: Mapping[Kept, fx.Node], suffix: str) -> dict[Kept, fx.Node]:
+    """Add an input to a graph for each gathered value of another place, and return them.
+
+    Args:
+        graph: takes none of these values yet.
+        values: nodes of the same types; an input is called after its node.
+        suffix: of the inputs' names.
+    """
+    anchor = next(iter(graph.fx.nodes))
     inputs = {}
     for kept, value in values.items():
-        with graph.inserting_before(anchor):
-            node = inputs[kept] = graph.placeholder(f"{value.name}_kept")
+        with graph.fx.inserting_before(anchor):
+            node = inputs[kept] = graph.fx.placeholder(f"{value.name}_{suffix}")
         meta.set_value(node, meta.value(value))
         meta.set_origin(node, kept)
     return inputs

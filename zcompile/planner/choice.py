@@ -85,7 +85,7 @@ class Candidate:
     Attributes:
         choice: its options.
         peak_bytes: what all tensors of a rank take at most, with what is on the device beside the model.
-        step_us: the simulated step.
+        step_us: the simulated step; in a window of micro-batches, what one takes on average with its share of the update.
         host_bytes: in the host's memory.
         fits: whether the peak is within the budget, and the rest within its limits.
         saved_bytes: what blocks save for backward.

@@ -173,11 +173,18 @@ class _Search:
     def _policies(self, stage: int) -> list[str]:
         """Schedules of a stage, from the most memory to the least. Stages 1 and 2 keep everything anyway, 0 gathers nothing."""
         config = self.variants.config
-        if not self.space.schedules or stage < 3 or self.variants.world_size == 1:
+        in_window = config.gradient_accumulation_steps > 1
+        if not self.space.schedules or stage == 0 or self.variants.world_size == 1:
             return [config.policy]
+        if stage < 3:
+            return [config.policy, f"hold{{units=0}},{config.policy}"][: 1 + in_window]
         units = self.variants.num_units(Choice.of(config))
         powers = sorted({units, *(1 << i for i in range(units.bit_length()) if 1 << i < units)}, reverse=True)
         kept = ["prefetch" if n == 1 else f"keep{{units={n}}},prefetch" for n in powers]
+        if (
+            config.gradient_accumulation_steps > 1
+        ):  # what backward leaves to the next forward is there without activations
+            kept = [f"keep{{units={n}}},hold{{first={units}}},prefetch" for n in (*powers, 0)] + ["prefetch"]
         return [*kept, "keep{units=0},prefetch", *SMALLEST]
 
     def _plan_group(self, group: Group) -> None:

@@ -190,7 +190,7 @@ class GraphWalk:
                 walk.pool.take(kind, spec.name)
         else:
             for name, slot, kind in zip(ins.grads, ins.outputs, ins.types, strict=True):
-                stays = walk.parameters_on_host or walk.setup.accumulates
+                stays = walk.parameters_on_host or walk.setup.window is not None
                 if name and walk.specs[name].dtype == kind.dtype and not stays:
                     walk.touch([name])
                 else:

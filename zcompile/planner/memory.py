@@ -12,11 +12,12 @@ import sympy
 from zcompile.offloading import Offloading
 from zcompile.planner import hosted, rates
 from zcompile.planner.hardware import Hardware
+from zcompile.planner.window import Window
 
 #: the categories, and the parts that each is made of
 PARTS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("shards", "uploaded", "model buffers"),
-    "gradients": ("gradient shards",),
+    "gradients": ("gradient shards", "local gradients"),
     "optimizer states": ("optimizer states",),
     "activations": ("saved for backward", "reloaded", "inputs and outputs", "between regions"),
     "temporary": (
@@ -83,7 +84,7 @@ class Setup:
         fragmentation: gaps of the allocator, as a share of what is allocated: a guess.
         offloading: what is on the host.
         step: where states on the host are updated, as ``hosted.step_of`` finds it.
-        accumulates: gradients of earlier backward calls are there, and what a backward reduces is added to them at its end.
+        window: of micro-batches, with gradients of earlier ones there, to which a backward adds at its end; None: there is none.
         symbols: what sizes of values mean in formulas, as ``symbols.size_symbols`` finds them.
     """
 
@@ -96,7 +97,7 @@ class Setup:
     fragmentation: float = 0.0
     offloading: Offloading = field(default_factory=Offloading)
     step: str = "device"
-    accumulates: bool = False
+    window: Window | None = None
     symbols: Mapping[int, sympy.Expr] = field(default_factory=dict)
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from zcompile import passes
 from zcompile.capture.surroundings import collector_paused
@@ -25,6 +26,7 @@ from zcompile.planner.memory import Setup
 from zcompile.planner.simulate import simulate
 from zcompile.planner.unscheduled import Unscheduled, outline_step
 from zcompile.planner.walk import predict
+from zcompile.planner.window import Window
 from zcompile.scheduled import Splits
 
 #: what cuBLAS keeps for products: 32 MiB on a Hopper GPU for each thread that calls it, of which forward and backward are one each,
@@ -109,16 +111,19 @@ class Variants:
         world, limits, offloading = world_size or self.world_size, self.limits, choice.offloading
         with collector_paused():
             step, base, costs = self._scheduled(choice, world)
-            setup = replace(self.setup, offloading=offloading, step=step_of(offloading, self.hardware))
+            window = Window.of(self.config, self.pipeline(choice, world), world)
+            setup = replace(self.setup, offloading=offloading, step=step_of(offloading, self.hardware), window=window)
             memory = predict(step, base.specs, setup)
-            line = simulate(
-                step,
-                self.hardware,
-                world,
-                offloading=offloading,
-                costs=costs,
-                cuda_graphs=self.config.cuda_graphs if self.config.can_replay else False,
-            )
+            options: dict[str, Any] = {
+                "offloading": offloading,
+                "costs": costs,
+                "cuda_graphs": self.config.cuda_graphs if self.config.can_replay else False,
+            }
+            step_us = simulate(step, self.hardware, world, **options).step_us
+            if window is not None and step.backward is not None:
+                middle = window.middle(step) or step
+                later_us = simulate(middle, self.hardware, world, optimizer=False, **options).step_us
+                step_us = (step_us + (window.steps - 1) * later_us) / window.steps
         peak = tensor_bytes(memory) + limits.beside_bytes
         fits = (
             peak <= limits.budget_bytes
@@ -131,7 +136,7 @@ class Variants:
         return Candidate(
             choice=choice,
             peak_bytes=peak,
-            step_us=line.step_us,
+            step_us=step_us,
             host_bytes=memory.host_bytes,
             fits=fits,
             saved_bytes=blocks.get("bytes", 0),

@@ -67,16 +67,20 @@ class StepWalk:
         keeps = trainable <= KEEP_BYTES or self.parameters_on_host
         self._place_states()
         self.totals["context and libraries"] = self.setup.context_bytes
-        if keeps or self.setup.accumulates:
+        if keeps or self.setup.window is not None:
             self.touch(self.trained)
-        GraphWalk(self, self.step.forward, "forward").run()
+        forward = self.step.forward
+        middle = self._through_window()
+        if middle is not None:
+            forward = middle.forward
+        GraphWalk(self, forward, "forward").run()
         saved = {s: None for value in self.saved.values() for s in value}
         self.saved_formula = bytes_formula(((s.shape, s.num_bytes) for s in saved), self.setup.symbols)
         if self.step.backward is not None:
             GraphWalk(self, self.step.backward, "backward").run()
             self.touch(self.trained)
-        for storage in self.users:
-            self.drop(storage)
+            self.totals["local gradients"] = 0
+        self._end_step()
         if self.step.backward is not None:
             self.record("optimizer", "optimizer", self.setup.optimizer, {})
         held = self.pool.held_bytes
@@ -93,6 +97,34 @@ class StepWalk:
             self._formulas(),
             dict(self.host),
         )
+
+    def _through_window(self) -> Step | None:
+        """Everything up to the last micro-batch of a window, with all gradients there; the graphs of its middle.
+
+        The second backward of the middle begins as the first did, so that one is enough.
+        """
+        window, backward = self.setup.window, self.step.backward
+        if window is None or backward is None:
+            return None
+        middle = window.middle(self.step)
+        local = window.local_bytes(self.specs[name] for name in self.trained)
+        self.totals["local gradients"] = local
+        if middle is not None and middle.backward is not None:
+            GraphWalk(self, self.step.forward, "forward").run()
+            GraphWalk(self, middle.backward, "backward").run()
+            self._end_step()
+        if local and window.steps > 2:  # what a backward leaves is added to what others have left
+            self.totals["local gradients"] += local
+            self.record("backward", "end", "add local gradients", {})
+            self.totals["local gradients"] -= local
+        return middle
+
+    def _end_step(self) -> None:
+        """What the caller holds of a micro-batch goes."""
+        for storage in self.users:
+            self.drop(storage)
+        self.users = []
+        self.inputs = {name: value for name, value in self.inputs.items() if name.startswith("buffer ")}
 
     def _place_states(self) -> None:
         """Parameters and optimizer states, which are there all the time: on the device or on the host."""

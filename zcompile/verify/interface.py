@@ -170,7 +170,7 @@ class _Sources(Reads):
 
 
 def check_step(step: Step, forward: Subject, backward: Subject | None) -> None:
-    """Check that forward hands to backward what backward takes, and that gradients and mutations belong to inputs."""
+    """Check that forward hands to backward what backward takes, and backward to the next forward what that takes, each once."""
     handed = {describe(role): node for node, role in step.forward.outputs if isinstance(role, HANDED_ON)}
     taken: dict[str, fx.Node] = {}
     for node in [] if backward is None else backward.graph.inputs:
@@ -199,6 +199,25 @@ def check_step(step: Step, forward: Subject, backward: Subject | None) -> None:
     for what, node in handed.items():
         if what not in taken:
             forward.refuse(node, f"is returned as {what}, which backward does not take")
+    _check_handed_round(forward, backward)
+
+
+def _check_handed_round(forward: Subject, backward: Subject | None) -> None:
+    """What forward takes, the backward before it in the window hands on; it has the type, and nothing is left over."""
+    handed: dict[Origin | Role, fx.Node] = {}
+    if backward is not None:
+        handed = {role: node for node, role in backward.graph.outputs if isinstance(role, HANDED_ON)}
+    taken = {_origin(node): node for node in forward.graph.inputs if isinstance(_origin(node), HANDED_ON)}
+    for origin, node in taken.items():
+        given = handed.get(origin)
+        if given is None:
+            forward.refuse(node, f"is {describe(origin)}, which no backward hands on to the next forward")
+        have, want = type_of(meta.value(node)), type_of(meta.value(given))
+        if not agree(want, have, layout=True):
+            forward.refuse(node, f"is {describe(origin)} of type {type_name(have)}; backward returns {type_name(want)}")
+    for role, node in handed.items():
+        if role not in taken and backward is not None:
+            backward.refuse(node, f"is returned as {describe(role)}, which the next forward does not take")
 
 
 def check_params_agree(subjects: list[Subject]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from zcompile import ops
 from zcompile.analysis.flow import Result
 from zcompile.analysis.units import MIB
 from zcompile.ir import edit, meta
-from zcompile.ir.graph import Kept, Param, Region, Saved
-from zcompile.ir.handover import kept_parameter
+from zcompile.ir.graph import Direction, Kept, Param, Region, Saved
+from zcompile.ir.handover import kept_parameter, kept_value
 from zcompile.ir.printer import describe
 from zcompile.verify.subject import Subject, picked_result
 
@@ -60,7 +60,9 @@ def check_params_sharded(subject: Subject, options: Mapping[str, Any]) -> None:
             subject.refuse(node, f"is a shard of parameter '{param.name}' that is not contiguous")
 
 
-def check_params_gathered(subject: Subject, options: Mapping[str, Any], keep: Mapping[str, Any] | None) -> None:
+def check_params_gathered(
+    subject: Subject, options: Mapping[str, Any], keep: Mapping[str, Any] | None, needed: Collection[Kept]
+) -> None:
     """Check ``params-gathered``.
 
     No ``zc.unshard`` is left. Shards are read by gathers only (or by a cast on the way to one). A gathered value, and
@@ -71,6 +73,7 @@ def check_params_gathered(subject: Subject, options: Mapping[str, Any], keep: Ma
         subject: the graph.
         options: of the pass that scheduled the gathers: ``stage``.
         keep: options of the pass that lets stage 3 keep parameters, at most so many ``units`` and ``mib``; None: none did.
+        needed: the kept values that backward computes with; the bound is theirs.
     """
     for node in subject.nodes:
         if node.target is ops.unshard:
@@ -86,12 +89,35 @@ def check_params_gathered(subject: Subject, options: Mapping[str, Any], keep: Ma
                     gather.start,
                     f"gathers %{tensor.name}, which is not the whole shard {list(local)} of '{param.name}'",
                 )
+    _check_gathered_once(subject)
     _check_shards_stay_local(subject)
     released = _check_releases(subject)
     _check_returned(subject, released)
     if options.get("stage") == 3:
-        _check_keep_bounded(subject, keep)
+        _check_keep_bounded(subject, keep, needed)
     _check_padding(subject)
+
+
+def needed_in_backward(subjects: Sequence[Subject]) -> set[Kept]:
+    """The kept values that backward computes with; a window hands others round beside them."""
+    found: set[Kept] = set()
+    for subject in subjects:
+        for node in subject.graph.inputs if subject.graph.direction is Direction.BACKWARD else ():
+            origin = meta.origin(node)
+            if isinstance(origin, Kept) and any(u.op != "output" and u.target is not ops.release for u in node.users):
+                found.add(origin)
+    return found
+
+
+def _check_gathered_once(subject: Subject) -> None:
+    """What a graph takes as ``kept`` is there: it is not gathered beside it."""
+    taken = {origin: node for node in subject.graph.inputs if isinstance(origin := meta.origin(node), Kept)}
+    for gather in subject.gathers if taken else ():
+        for result, tensor in zip(gather.results, gather.tensors, strict=True):
+            param = subject.gathered[result]
+            there = None if param is None else taken.get(kept_value(param.name, meta.tensor(tensor).dtype))
+            if there is not None and param is not None:
+                subject.refuse(gather.start, f"gathers parameter '{param.name}', which is there as %{there.name}")
 
 
 def _check_shards_stay_local(subject: Subject) -> None:
@@ -166,7 +192,7 @@ def _check_returned(subject: Subject, released: Mapping[Result, fx.Node]) -> Non
 
 
 def _check_kept(subject: Subject, node: fx.Node, role: Kept, released: Mapping[Result, fx.Node]) -> Result:
-    result = picked_result(node)
+    result = Result(node, 0) if meta.origin(node) == role else picked_result(node)
     param = None if result is None else subject.gathered.get(result)
     if result is None or param is None or param.name != kept_parameter(role):
         subject.refuse(
@@ -177,7 +203,7 @@ def _check_kept(subject: Subject, node: fx.Node, role: Kept, released: Mapping[R
     return result
 
 
-def _check_keep_bounded(subject: Subject, keep: Mapping[str, Any] | None) -> None:
+def _check_keep_bounded(subject: Subject, keep: Mapping[str, Any] | None, needed: Collection[Kept]) -> None:
     """Check ``keep-bounded``: what stage 3 hands on to backward stays within the policy's options."""
     units: set[str] = set()
     num_bytes = 0
@@ -186,6 +212,8 @@ def _check_keep_bounded(subject: Subject, keep: Mapping[str, Any] | None) -> Non
             continue
         if keep is None:
             subject.refuse(node, f"is returned as {describe(role)}; stage 3 keeps no gathered parameter")
+        if role not in needed:
+            continue
         name = kept_parameter(role)
         units.add(subject.params[name][0].unit or name)
         num_bytes += meta.num_bytes(meta.value(node))

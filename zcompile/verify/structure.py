@@ -137,8 +137,11 @@ def _check_outputs(subject: Subject) -> None:
             subject.refuse(
                 node, f"is returned as {describe(role)} but is {type_name(type_of(meta.value(node)))}, not a tensor"
             )
-        if isinstance(role, (Saved, Kept, Offloaded)) and subject.graph.direction.value != "forward":
-            subject.refuse(node, f"is returned as {describe(role)} by a {subject.graph.direction.value} graph")
+        direction = subject.graph.direction.value
+        if (isinstance(role, (Saved, Offloaded)) and direction != "forward") or (
+            isinstance(role, Kept) and direction == "joint"
+        ):
+            subject.refuse(node, f"is returned as {describe(role)} by a {direction} graph")
 
 
 def _check_region_call(subject: Subject, node: fx.Node) -> None:

@@ -67,6 +67,7 @@ class Verifier:
 
 def _check_facts(subjects: list[Subject], facts: Facts) -> None:
     axes = _shard_axes(subjects)
+    needed = parameters.needed_in_backward(subjects)
     for subject in subjects:
         if Fact.UNITS_PLANNED in facts and Fact.OUTLINED not in facts:
             schedule.check_units_planned(subject)
@@ -75,7 +76,8 @@ def _check_facts(subjects: list[Subject], facts: Facts) -> None:
         if Fact.PARAMS_SHARDED in facts:
             parameters.check_params_sharded(subject, facts[Fact.PARAMS_SHARDED])
         if Fact.PARAMS_GATHERED in facts:
-            parameters.check_params_gathered(subject, facts[Fact.PARAMS_GATHERED], facts.get(Fact.KEEP_BOUNDED))
+            keep = facts.get(Fact.KEEP_BOUNDED)
+            parameters.check_params_gathered(subject, facts[Fact.PARAMS_GATHERED], keep, needed)
         if Fact.GRADS_REDUCED in facts and subject.graph.direction is not Direction.FORWARD:
             check_grads_reduced(subject, facts[Fact.GRADS_REDUCED], axes)
         if Fact.BUCKETED in facts:
