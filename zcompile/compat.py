@@ -420,11 +420,19 @@ def is_mutating(op: Any) -> bool:
 # Inductor. ------------------------------------------------------------------------------------------------------------
 
 
-def inductor_compile(module: fx.GraphModule, example_inputs: list[Any], fake_mode: Any) -> Callable[[list[Any]], Any]:
-    """Compile one pure graph with Inductor.
+def inductor_compile(
+    module: fx.GraphModule, example_inputs: list[Any], fake_mode: Any, tag: str
+) -> Callable[[list[Any]], Any]:
+    """Compile one pure graph with Inductor, or find it in Inductor's cache on disk.
 
     Every result keeps the strides that the graph says: other regions are compiled for them (Inductor would otherwise choose a
     layout of its own, channels last after a convolution).
+
+    Args:
+        module: the graph.
+        example_inputs: fake tensors.
+        fake_mode: their mode.
+        tag: what is found in the cache has an equal one. Inductor's own key does not tell which results keep their strides.
 
     Returns:
         A function of one list of tensors, which it clears; it returns a sequence of results. Call it under ``no_grad``.
@@ -436,8 +444,27 @@ def inductor_compile(module: fx.GraphModule, example_inputs: list[Any], fake_mod
 
     output = module.graph.find_nodes(op="output")[0]
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), config.patch(fallback_random=True):
+    with (
+        tracing(TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+        _shape_env(fake_mode),
+        config.patch(fallback_random=True),
+        torch.compiler.config.patch(cache_key_tag=tag),
+    ):
         return compile_fx_inner(module, example_inputs)
+
+
+@contextlib.contextmanager
+def _shape_env(fake_mode: Any) -> Iterator[None]:
+    """Give a fake mode of static shapes what Inductor's cache evaluates guards in; there are none."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    before = fake_mode.shape_env
+    fake_mode.shape_env = before or ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = before
 
 
 # Autograd. ------------------------------------------------------------------------------------------------------------
