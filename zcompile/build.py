@@ -10,8 +10,7 @@ from typing import Any
 
 from zcompile.capture.joint import Captured
 from zcompile.errors import ConfigError
-from zcompile.ir import meta
-from zcompile.ir.graph import Grad, Graph, Region, Tangent
+from zcompile.ir.graph import Grad, Graph, Region
 from zcompile.lower import interpret
 from zcompile.lower.finite import Watch, watched
 from zcompile.lower.inductor import compile_region
@@ -19,7 +18,8 @@ from zcompile.lower.program import lower_program
 from zcompile.passes.zero.reduce import Reduce
 from zcompile.pipeline import Dump, History, Pipeline
 from zcompile.program import Runnable, StepProgram
-from zcompile.scheduled import Graphs, PureStep, schedule_step, split_step
+from zcompile.scheduled import Graphs, schedule
+from zcompile.store import Store
 from zcompile.verify.ranks import collective_sequence
 from zcompile.verify.verifier import Verifier
 
@@ -49,6 +49,7 @@ def build(
     label: str,
     dump: Dump | None = None,
     watch: Watch | None = None,
+    store: Store | None = None,
 ) -> Built:
     """Run the pipeline on a capture and lower the result.
 
@@ -60,34 +61,38 @@ def build(
         label: how the step is called in errors.
         dump: where to write the graphs after each pass.
         watch: check that what regions compute is finite, and how to speak of it; None: they run unwatched.
+        store: what earlier processes left.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    pure = split_step(captured, pipeline, verifier, dump)
-    scheduled = schedule_step(pure, pipeline, verifier, dump)
+    scheduled = schedule(captured, pipeline, verifier, store=store, dump=dump)
     step = scheduled.step
+
+    def local_backward() -> Runnable:
+        local = schedule(captured, _without_reductions(pipeline), verifier, store=store, pure=scheduled.pure)
+        assert local.step.backward is not None, "a step without a backward has no local one"
+        return _lower(local.step.backward, backend, watch)
+
     backward = step.backward
     program = StepProgram(
         forward=_lower(step.forward, backend, watch),
         backward=None if backward is None else _lower(backward, backend, watch),
-        local_backward=cache(lambda: _lower(_local_variant(pure, pipeline, verifier), backend, watch)),
+        local_backward=cache(local_backward),
         label=label,
         num_outputs=captured.num_outputs,
-        tangents=_tangents(captured.graph),
+        tangents=captured.joint.tangents,
         detached={i: captured.output_names[i] for i in captured.detached},
         trainable=()
         if backward is None
         else tuple(role.name for _, role in backward.outputs if isinstance(role, Grad)),
     )
-    return Built(captured, Graphs(pure.joint, step.forward, backward), scheduled.history, program)
+    graphs = Graphs(step.forward, backward, lambda: scheduled.pure().joint)
+    return Built(captured, graphs, scheduled.history, program)
 
 
-def _local_variant(pure: PureStep, pipeline: Pipeline, verifier: Verifier) -> Graph:
-    """The backward without reductions, for ``no_sync``."""
-    passes = tuple(dataclasses.replace(p, local=True) if isinstance(p, Reduce) else p for p in pipeline.passes)
-    step = schedule_step(pure, Pipeline(passes), verifier).step
-    assert step.backward is not None, "a step without a backward has no local one"
-    return step.backward
+def _without_reductions(pipeline: Pipeline) -> Pipeline:
+    """The pipeline of the backward for ``no_sync``."""
+    return Pipeline(tuple(dataclasses.replace(p, local=True) if isinstance(p, Reduce) else p for p in pipeline.passes))
 
 
 def _lower(graph: Graph, backend: str, watch: Watch | None) -> Runnable:
@@ -97,9 +102,3 @@ def _lower(graph: Graph, backend: str, watch: Watch | None) -> Runnable:
     if watch is not None:
         program, bodies = watched(graph, program, bodies, watch)
     return Runnable(program, bodies, collective_sequence(graph))
-
-
-def _tangents(joint: Graph) -> dict[int, tuple[int, ...]]:
-    """The outputs that have a tangent, with its strides."""
-    origins = [(node, meta.origin(node)) for node in joint.inputs]
-    return {origin.index: meta.tensor(node).stride() for node, origin in origins if isinstance(origin, Tangent)}

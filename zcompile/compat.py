@@ -46,6 +46,49 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def describe_fake(tensor: Any) -> tuple[Any, ...]:
+    """What ``make_fake`` takes to make a fake tensor again, beside its storage.
+
+    Raises:
+        TypeError: there is more to it than memory and layout.
+    """
+    if tensor.layout is not torch.strided or is_lazy(tensor) or tensor.is_quantized:
+        raise TypeError(f"a fake tensor of layout {tensor.layout} cannot be described by its memory")
+    return (
+        tensor.untyped_storage().nbytes(),
+        tensor.dtype,
+        tensor.device,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        isinstance(tensor, nn.Parameter),
+        tensor.requires_grad,
+    )
+
+
+def make_fake(
+    mode: Any,
+    beside: torch.Tensor | None,
+    num_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    is_parameter: bool,
+    requires_grad: bool,
+) -> Any:
+    """A fake tensor over the memory of another one, ``beside``, or over memory of its own."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._mode_utils import no_dispatch
+
+    with no_dispatch():
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device="meta") if beside is None else beside
+        placed = torch.empty(0, dtype=dtype, device="meta").set_(memory.untyped_storage(), offset, shape, stride)
+        fake = FakeTensor(mode, placed, device)
+    return nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
+
+
 @contextlib.contextmanager
 def quiet_fake_kernels() -> Iterator[None]:
     """A fake kernel that raises inside does not also log the error with its whole stack."""
@@ -156,6 +199,60 @@ def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] 
             sources = re.findall(r"[\"']([^,]+)[\"'](?:, |\]$)", text.partition("check: ")[2])
             changed += [s for s in sources if not re.fullmatch(r"L\['self'\](\._modules\['[^']*'\])*(\._[a-z]+)?", s)]
     return captured
+
+
+def dynamo_ports(traced: fx.GraphModule, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """What a captured program feeds its graph, one value a placeholder, and what it returns: result ``3`` as ``"result 3"``."""
+    program: Any = traced
+    output = traced.graph.find_nodes(op="output")[0]
+    results = tuple(f"result {index}" for index in range(len(output.args[0])))
+    return list(program._dynamo_bytecode_flatten(*args)), list(program._dynamo_bytecode_unflatten(results, args))
+
+
+def compile_settings() -> Iterator[str]:
+    """Versions, machine and switches that graphs captured by torch depend on, as texts that other processes have alike.
+
+    Raises:
+        TypeError: a setting is an object that cannot be compared.
+    """
+    import platform
+
+    from torch import _inductor, backends
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    assert _inductor is not None
+    yield f"torch {torch.__version__} {torch.version.git_version} {torch.version.cuda} {torch.version.hip}"
+    yield f"{platform.machine()} {backends.cpu.get_cpu_capability()} {backends.mkldnn.is_available()}"
+    if torch.cuda.is_available():
+        yield f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {backends.cudnn.version()}"
+    yield f"{torch.get_default_dtype()} {torch.get_default_device()} {torch.get_float32_matmul_precision()}"
+    yield f"{torch.are_deterministic_algorithms_enabled()} {torch.is_deterministic_algorithms_warn_only_enabled()}"
+    yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {torch.is_anomaly_enabled()}"
+    yield f"{backends.mkldnn.enabled} {backends.opt_einsum.enabled} {backends.opt_einsum.strategy}"
+    yield f"{backends.cudnn.enabled} {backends.cudnn.benchmark} {backends.cudnn.deterministic} {backends.cudnn.allow_tf32}"
+    attention = backends.cuda
+    yield f"{attention.flash_sdp_enabled()} {attention.mem_efficient_sdp_enabled()} {attention.math_sdp_enabled()}"
+    yield f"{attention.cudnn_sdp_enabled()} {attention.fp16_bf16_reduction_math_sdp_allowed()}"
+    modes = [type(mode) for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())]
+    yield str(modes)
+    for config in (dynamo, functorch, inductor):
+        settings: Any = config
+        for name, value in sorted(settings.save_config_portable(ignore_private_configs=False).items()):
+            members = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+            if " at 0x" in repr(members):
+                raise TypeError(f"{config.__name__}.{name} is {members!r}")
+            yield f"{config.__name__}.{name} = {members!r}"
+
+
+def inductor_folder() -> str:
+    """The folder of Inductor's caches."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return cache_dir()
 
 
 def dynamo_reason(error: BaseException) -> str:
@@ -442,6 +539,7 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    caches: Any = torch.compiler.config
     output = module.graph.find_nodes(op="output")[0]
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     with (
@@ -449,7 +547,7 @@ def inductor_compile(
         V.set_fake_mode(fake_mode),
         _shape_env(fake_mode),
         config.patch(fallback_random=True),
-        torch.compiler.config.patch(cache_key_tag=tag),
+        caches.patch(cache_key_tag=tag),
     ):
         return compile_fx_inner(module, example_inputs)
 
