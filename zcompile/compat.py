@@ -227,7 +227,7 @@ def compile_settings() -> Iterator[str]:
     assert _inductor is not None
     yield f"torch {torch.__version__} {torch.version.git_version} {torch.version.cuda} {torch.version.hip}"
     yield f"{platform.machine()} {backends.cpu.get_cpu_capability()} {backends.mkldnn.is_available()}"
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # asking would initialise it
         yield f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {backends.cudnn.version()}"
     yield f"{torch.get_default_dtype()} {torch.get_default_device()} {torch.get_float32_matmul_precision()}"
     yield f"{torch.are_deterministic_algorithms_enabled()} {torch.is_deterministic_algorithms_warn_only_enabled()}"

@@ -16,7 +16,7 @@ from zcompile.store import Store
 from zcompile.verify.verifier import Verifier
 
 
-@dataclass
+@dataclass(frozen=True)
 class Graphs:
     """The graphs of a captured step: ``joint`` before the split, ``forward`` and ``backward`` as scheduled."""
 

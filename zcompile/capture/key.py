@@ -177,6 +177,7 @@ def _tensor(tensor: torch.Tensor) -> str:
 _TAKEN_APART = frozenset(("tag_activation_checkpoint", "autograd_function_apply", "wrap"))
 #: namespaces of torch's own operators, and of ours
 _NAMESPACES = frozenset(("aten", "prims", "prim", "zc"))
+_TORCH = f"{Path(torch.__file__).parent}/"
 _MODULES = frozenset(("torch", "operator", "_operator", "math", "builtins"))
 
 
@@ -195,6 +196,9 @@ def _target(target: Any) -> str:
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
     if module == "torch":  # torch.tanh is a method of a type that stands for all such functions
         name = name.rpartition(".")[2]
+    code = getattr(target, "__code__", None)  # a function may have another's name
+    if code is not None and not code.co_filename.startswith(_TORCH):
+        raise NoKey(f"forward calls {target} of {code.co_filename}, which is not torch's")
     if module is None or module.partition(".")[0] not in _MODULES or _found(module, name) != target:
         raise NoKey(f"forward calls {target}, which is not torch's")
     return f"{module} {name}"
