@@ -201,12 +201,12 @@ def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] 
     return captured
 
 
-def dynamo_ports(traced: fx.GraphModule, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+def dynamo_ports(traced: fx.GraphModule, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
     """What a captured program feeds its graph, one value a placeholder, and what it returns: result ``3`` as ``"result 3"``."""
     program: Any = traced
     output = traced.graph.find_nodes(op="output")[0]
     results = tuple(f"result {index}" for index in range(len(output.args[0])))
-    return list(program._dynamo_bytecode_flatten(*args)), list(program._dynamo_bytecode_unflatten(results, args))
+    return list(program._dynamo_bytecode_flatten(*args)), program._dynamo_bytecode_unflatten(results, args)
 
 
 def compile_settings() -> Iterator[str]:
@@ -991,17 +991,20 @@ def _check_capture() -> None:
         x = torch.empty(2, 4)
     graph = dynamo_capture(probe, (x,))
     assert dynamo_global("G['__import_torch_dot_nn'].Linear") is nn.Linear
+    inputs, outputs = dynamo_ports(graph, (x,))
+    assert {id(i) for i in inputs} == {id(t) for t in (x, *probe.parameters(), *probe.buffers())}, "other inputs"
+    assert outputs == "result 0", f"Dynamo's program returns {outputs}"
     with contextlib.ExitStack() as stack:
         joint = aot_joint(stack, graph, (x,))
     d = aot_descriptors()
-    inputs = [n.meta["desc"] for n in joint.graph_module.graph.nodes if n.op == "placeholder"]
-    kinds = {type(i) for i in inputs}
+    described = [n.meta["desc"] for n in joint.graph_module.graph.nodes if n.op == "placeholder"]
+    kinds = {type(i) for i in described}
     assert kinds == {d.ParamAOTInput, d.BufferAOTInput, d.PlainAOTInput, d.TangentAOTInput}, (
         f"placeholder descriptors are {kinds}"
     )
-    assert {i.target for i in inputs if isinstance(i, d.ParamAOTInput)} == {"linear.weight", "linear.bias"}
-    outputs = {type(o) for o in next(n for n in reversed(joint.graph_module.graph.nodes)).meta["desc"]}
-    assert {d.InputMutationAOTOutput, d.PlainAOTOutput, d.GradAOTOutput} <= outputs, f"output descriptors are {outputs}"
+    assert {i.target for i in described if isinstance(i, d.ParamAOTInput)} == {"linear.weight", "linear.bias"}
+    kinds = {type(o) for o in next(n for n in reversed(joint.graph_module.graph.nodes)).meta["desc"]}
+    assert {d.InputMutationAOTOutput, d.PlainAOTOutput, d.GradAOTOutput} <= kinds, f"output descriptors are {kinds}"
     assert output_kind(aot_metadata(joint).output_info[0]) == "fresh"
     targets = {n.target for n in joint.graph_module.graph.nodes}
     assert torch.ops.aten.native_dropout.default in targets, (
@@ -1062,6 +1065,17 @@ def _check_autograd() -> None:
     assert version(torch.zeros(1).add_(1)) == 1
 
 
+def _check_caches() -> None:
+    settings = list(compile_settings())
+    assert settings == list(compile_settings()) and any("torch._inductor" in line for line in settings)
+    caches: Any = torch.compiler.config
+    assert caches.cache_key_tag == "" and inductor_folder()
+    mode = new_fake_mode()
+    with _shape_env(mode):
+        assert mode.shape_env is not None and mode.static_shapes
+    assert mode.shape_env is None
+
+
 def _check_operators() -> None:
     mm, split, save = (
         torch.ops.aten.mm.default,
@@ -1084,6 +1098,9 @@ def _check_fake() -> None:
     assert is_fake(value) and not is_fake(torch.empty(2))
     assert all(issubclass(e, BaseException) for e in (*data_dependent_errors(), *dynamo_errors()))
     assert storage_id(value) == storage_id(value.view(1, 2)) != storage_id(torch.empty(2))
+    again = make_fake(value.fake_mode, None, *describe_fake(value.t()))
+    assert is_fake(again) and describe_fake(again) == describe_fake(value.t()), f"a fake tensor is made as {again}"
+    assert storage_id(make_fake(value.fake_mode, again, *describe_fake(value))) == storage_id(again)
     with as_if_compiling():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
@@ -1214,6 +1231,7 @@ SELF_TESTS: dict[str, Callable[[], None]] = {
     "capture with descriptors": _check_capture,
     "decomposition of LSTMs": _check_lstm,
     "min-cut split": _check_split_and_inductor,
+    "settings and caches": _check_caches,
     "autograd hooks": _check_autograd,
     "tensor lists and moved hooks": _check_tensor_lists,
     "lent tensors": _check_lending,

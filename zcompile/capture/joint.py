@@ -167,7 +167,9 @@ def capture(
             by_name = {p.name: p for p in params.values()}
             joint = Joint.of(*Converter(exported, canonical, by_name, len(plan.paths)).run(name))
         del out, traced
-    if not found:
+    if found:
+        log.debug("the capture of %s was kept by an earlier process: %s", name, key)
+    else:
         _check_buffers(buffers, joint.load())
         joint.keep(store, key)
     detached = [i for i, d in enumerate(plan.detach) if d]
