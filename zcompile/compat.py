@@ -1093,14 +1093,15 @@ def _check_operators() -> None:
 def _check_fake() -> None:
     assert flatten_node([1, 2]) == [1, 2] and flatten_node(3) is None and unflatten_node((1,), [2]) == (2,)
     assert incompatible_keys(["a"], []).missing_keys == ["a"]
-    with new_fake_mode():
+    mode = new_fake_mode()
+    with mode:
         value = torch.empty(2)
     assert is_fake(value) and not is_fake(torch.empty(2))
     assert all(issubclass(e, BaseException) for e in (*data_dependent_errors(), *dynamo_errors()))
     assert storage_id(value) == storage_id(value.view(1, 2)) != storage_id(torch.empty(2))
-    again = make_fake(value.fake_mode, None, *describe_fake(value.t()))
+    again = make_fake(mode, None, *describe_fake(value.t()))
     assert is_fake(again) and describe_fake(again) == describe_fake(value.t()), f"a fake tensor is made as {again}"
-    assert storage_id(make_fake(value.fake_mode, again, *describe_fake(value))) == storage_id(again)
+    assert storage_id(make_fake(mode, again, *describe_fake(value))) == storage_id(again)
     with as_if_compiling():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
