@@ -15,6 +15,7 @@ from zcompile.capture.attributes import _Identity
 from zcompile.capture.convert import ParamType
 from zcompile.capture.joint import Call, Captured, capture
 from zcompile.capture.signature import Fingerprint, tensor_key
+from zcompile.store import Store
 
 _known: dict[Any, Captured] = {}
 
@@ -30,11 +31,16 @@ def shared_captures() -> Iterator[None]:
 
 
 def _captured(
-    model: nn.Module, call: Call, params: Mapping[int, ParamType], device: torch.device, name: str = "model"
+    model: nn.Module,
+    call: Call,
+    params: Mapping[int, ParamType],
+    device: torch.device,
+    name: str = "model",
+    store: Store | None = None,
 ) -> Captured:
     key = (_key(model, call, params), device, name)
     if key not in _known:
-        _known[key] = capture(model, call, params, device, name)
+        _known[key] = capture(model, call, params, device, name, store)
     return _known[key]
 
 

@@ -1,6 +1,7 @@
 """Options of the test suite."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["ZCOMPILE_CACHE_DIR"] = (
+        ""  # nothing is found that an earlier version left, here and in processes started here
+    )
     config.addinivalue_line("markers", "wide: one more of very many combinations; runs only with --wide")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from zcompile.capture.joint import Captured
 from zcompile.errors import ConfigError
 from zcompile.ir import meta
-from zcompile.ir.graph import Grad, Graph, Kept, Region, Step, Tangent
+from zcompile.ir.graph import Grad, Graph, Kept, Region, Step
 from zcompile.lower import interpret
 from zcompile.lower.finite import Watch, watched
 from zcompile.lower.inductor import compile_region
@@ -20,7 +20,8 @@ from zcompile.passes.schedule.hold import inside_window
 from zcompile.passes.zero.reduce import Reduce
 from zcompile.pipeline import Dump, History, Pipeline
 from zcompile.program import InWindow, Runnable, StepProgram, TensorType
-from zcompile.scheduled import Graphs, Scheduled, schedule_step, split_step
+from zcompile.scheduled import Graphs, Scheduled, schedule
+from zcompile.store import Store
 from zcompile.verify.ranks import collective_sequence
 from zcompile.verify.verifier import Verifier
 
@@ -50,6 +51,7 @@ def build(
     label: str,
     dump: Dump | None = None,
     watch: Watch | None = None,
+    store: Store | None = None,
 ) -> Built:
     """Run the pipeline on a capture and lower the result.
 
@@ -61,11 +63,11 @@ def build(
         label: how the step is called in errors.
         dump: where to write the graphs after each pass.
         watch: check that what regions compute is finite, and how to speak of it; None: they run unwatched.
+        store: what earlier processes left.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    pure = split_step(captured, pipeline, verifier, dump)
-    scheduled = schedule_step(pure, pipeline, verifier, dump)
+    scheduled = schedule(captured, pipeline, verifier, store=store, dump=dump)
     step = scheduled.step
     backward = step.backward
     forward_bodies = _bodies(step.forward, backend)
@@ -73,7 +75,7 @@ def build(
 
     @cache
     def local() -> tuple[Scheduled, dict[str, Any]]:
-        variant = schedule_step(pure, _without_reductions(pipeline), verifier)
+        variant = schedule(captured, _without_reductions(pipeline), verifier, store=store, pure=scheduled.pure)
         return variant, _bodies(_backward(variant.step), backend)
 
     def local_backward() -> Runnable:
@@ -105,13 +107,14 @@ def build(
         in_window=cache(in_window),
         label=label,
         num_outputs=captured.num_outputs,
-        tangents=_tangents(captured.graph),
+        tangents=captured.joint.tangents,
         detached={i: captured.output_names[i] for i in captured.detached},
         trainable=()
         if backward is None
         else tuple(role.name for _, role in backward.outputs if isinstance(role, Grad)),
     )
-    return Built(captured, Graphs(pure.joint, step.forward, backward), scheduled.history, program)
+    graphs = Graphs(step.forward, backward, lambda: scheduled.pure().joint)
+    return Built(captured, graphs, scheduled.history, program)
 
 
 def _without_reductions(pipeline: Pipeline) -> Pipeline:
@@ -144,9 +147,3 @@ def _runnable(graph: Graph, bodies: dict[str, Any], watch: Watch | None) -> Runn
     if watch is not None:
         program, bodies = watched(graph, program, bodies, watch)
     return Runnable(program, bodies, collective_sequence(graph))
-
-
-def _tangents(joint: Graph) -> dict[int, tuple[int, ...]]:
-    """The outputs that have a tangent, with its strides."""
-    origins = [(node, meta.origin(node)) for node in joint.inputs]
-    return {origin.index: meta.tensor(node).stride() for node, origin in origins if isinstance(origin, Tangent)}

@@ -46,6 +46,49 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def describe_fake(tensor: Any) -> tuple[Any, ...]:
+    """What ``make_fake`` takes to make a fake tensor again, beside its storage.
+
+    Raises:
+        TypeError: there is more to it than memory and layout.
+    """
+    if tensor.layout is not torch.strided or is_lazy(tensor) or tensor.is_quantized:
+        raise TypeError(f"a fake tensor of layout {tensor.layout} cannot be described by its memory")
+    return (
+        tensor.untyped_storage().nbytes(),
+        tensor.dtype,
+        tensor.device,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        isinstance(tensor, nn.Parameter),
+        tensor.requires_grad,
+    )
+
+
+def make_fake(
+    mode: Any,
+    beside: torch.Tensor | None,
+    num_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    is_parameter: bool,
+    requires_grad: bool,
+) -> Any:
+    """A fake tensor over the memory of another one, ``beside``, or over memory of its own."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._mode_utils import no_dispatch
+
+    with no_dispatch():
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device="meta") if beside is None else beside
+        placed = torch.empty(0, dtype=dtype, device="meta").set_(memory.untyped_storage(), offset, shape, stride)
+        fake = FakeTensor(mode, placed, device)
+    return nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
+
+
 @contextlib.contextmanager
 def quiet_fake_kernels() -> Iterator[None]:
     """A fake kernel that raises inside does not also log the error with its whole stack."""
@@ -156,6 +199,60 @@ def dynamo_capture(module: nn.Module, args: tuple[Any, ...], changed: list[str] 
             sources = re.findall(r"[\"']([^,]+)[\"'](?:, |\]$)", text.partition("check: ")[2])
             changed += [s for s in sources if not re.fullmatch(r"L\['self'\](\._modules\['[^']*'\])*(\._[a-z]+)?", s)]
     return captured
+
+
+def dynamo_ports(traced: fx.GraphModule, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """What a captured program feeds its graph, one value a placeholder, and what it returns: result ``3`` as ``"result 3"``."""
+    program: Any = traced
+    output = traced.graph.find_nodes(op="output")[0]
+    results = tuple(f"result {index}" for index in range(len(output.args[0])))
+    return list(program._dynamo_bytecode_flatten(*args)), program._dynamo_bytecode_unflatten(results, args)
+
+
+def compile_settings() -> Iterator[str]:
+    """Versions, machine and switches that graphs captured by torch depend on, as texts that other processes have alike.
+
+    Raises:
+        TypeError: a setting is an object that cannot be compared.
+    """
+    import platform
+
+    from torch import _inductor, backends
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    assert _inductor is not None
+    yield f"torch {torch.__version__} {torch.version.git_version} {torch.version.cuda} {torch.version.hip}"
+    yield f"{platform.machine()} {backends.cpu.get_cpu_capability()} {backends.mkldnn.is_available()}"
+    if torch.cuda.is_initialized():  # asking would initialise it
+        yield f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {backends.cudnn.version()}"
+    yield f"{torch.get_default_dtype()} {torch.get_default_device()} {torch.get_float32_matmul_precision()}"
+    yield f"{torch.are_deterministic_algorithms_enabled()} {torch.is_deterministic_algorithms_warn_only_enabled()}"
+    yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {torch.is_anomaly_enabled()}"
+    yield f"{backends.mkldnn.enabled} {backends.opt_einsum.enabled} {backends.opt_einsum.strategy}"
+    yield f"{backends.cudnn.enabled} {backends.cudnn.benchmark} {backends.cudnn.deterministic} {backends.cudnn.allow_tf32}"
+    attention = backends.cuda
+    yield f"{attention.flash_sdp_enabled()} {attention.mem_efficient_sdp_enabled()} {attention.math_sdp_enabled()}"
+    yield f"{attention.cudnn_sdp_enabled()} {attention.fp16_bf16_reduction_math_sdp_allowed()}"
+    modes = [type(mode) for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())]
+    yield str(modes)
+    for config in (dynamo, functorch, inductor):
+        settings: Any = config
+        for name, value in sorted(settings.save_config_portable(ignore_private_configs=False).items()):
+            members = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+            if " at 0x" in repr(members):
+                raise TypeError(f"{config.__name__}.{name} is {members!r}")
+            yield f"{config.__name__}.{name} = {members!r}"
+
+
+def inductor_folder() -> str:
+    """The folder of Inductor's caches."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    return cache_dir()
 
 
 def dynamo_reason(error: BaseException) -> str:
@@ -420,11 +517,19 @@ def is_mutating(op: Any) -> bool:
 # Inductor. ------------------------------------------------------------------------------------------------------------
 
 
-def inductor_compile(module: fx.GraphModule, example_inputs: list[Any], fake_mode: Any) -> Callable[[list[Any]], Any]:
-    """Compile one pure graph with Inductor.
+def inductor_compile(
+    module: fx.GraphModule, example_inputs: list[Any], fake_mode: Any, tag: str
+) -> Callable[[list[Any]], Any]:
+    """Compile one pure graph with Inductor, or find it in Inductor's cache on disk.
 
     Every result keeps the strides that the graph says: other regions are compiled for them (Inductor would otherwise choose a
     layout of its own, channels last after a convolution).
+
+    Args:
+        module: the graph.
+        example_inputs: fake tensors.
+        fake_mode: their mode.
+        tag: what is found in the cache has an equal one. Inductor's own key does not tell which results keep their strides.
 
     Returns:
         A function of one list of tensors, which it clears; it returns a sequence of results. Call it under ``no_grad``.
@@ -434,10 +539,30 @@ def inductor_compile(module: fx.GraphModule, example_inputs: list[Any], fake_mod
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    caches: Any = torch.compiler.config
     output = module.graph.find_nodes(op="output")[0]
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), config.patch(fallback_random=True):
+    with (
+        tracing(TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+        _shape_env(fake_mode),
+        config.patch(fallback_random=True),
+        caches.patch(cache_key_tag=tag),
+    ):
         return compile_fx_inner(module, example_inputs)
+
+
+@contextlib.contextmanager
+def _shape_env(fake_mode: Any) -> Iterator[None]:
+    """Give a fake mode of static shapes what Inductor's cache evaluates guards in; there are none."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    before = fake_mode.shape_env
+    fake_mode.shape_env = before or ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    try:
+        yield
+    finally:
+        fake_mode.shape_env = before
 
 
 # Autograd. ------------------------------------------------------------------------------------------------------------
@@ -871,17 +996,20 @@ def _check_capture() -> None:
         x = torch.empty(2, 4)
     graph = dynamo_capture(probe, (x,))
     assert dynamo_global("G['__import_torch_dot_nn'].Linear") is nn.Linear
+    inputs, outputs = dynamo_ports(graph, (x,))
+    assert {id(i) for i in inputs} == {id(t) for t in (x, *probe.parameters(), *probe.buffers())}, "other inputs"
+    assert outputs == "result 0", f"Dynamo's program returns {outputs}"
     with contextlib.ExitStack() as stack:
         joint = aot_joint(stack, graph, (x,))
     d = aot_descriptors()
-    inputs = [n.meta["desc"] for n in joint.graph_module.graph.nodes if n.op == "placeholder"]
-    kinds = {type(i) for i in inputs}
+    described = [n.meta["desc"] for n in joint.graph_module.graph.nodes if n.op == "placeholder"]
+    kinds = {type(i) for i in described}
     assert kinds == {d.ParamAOTInput, d.BufferAOTInput, d.PlainAOTInput, d.TangentAOTInput}, (
         f"placeholder descriptors are {kinds}"
     )
-    assert {i.target for i in inputs if isinstance(i, d.ParamAOTInput)} == {"linear.weight", "linear.bias"}
-    outputs = {type(o) for o in next(n for n in reversed(joint.graph_module.graph.nodes)).meta["desc"]}
-    assert {d.InputMutationAOTOutput, d.PlainAOTOutput, d.GradAOTOutput} <= outputs, f"output descriptors are {outputs}"
+    assert {i.target for i in described if isinstance(i, d.ParamAOTInput)} == {"linear.weight", "linear.bias"}
+    kinds = {type(o) for o in next(n for n in reversed(joint.graph_module.graph.nodes)).meta["desc"]}
+    assert {d.InputMutationAOTOutput, d.PlainAOTOutput, d.GradAOTOutput} <= kinds, f"output descriptors are {kinds}"
     assert output_kind(aot_metadata(joint).output_info[0]) == "fresh"
     targets = {n.target for n in joint.graph_module.graph.nodes}
     assert torch.ops.aten.native_dropout.default in targets, (
@@ -942,6 +1070,17 @@ def _check_autograd() -> None:
     assert version(torch.zeros(1).add_(1)) == 1
 
 
+def _check_caches() -> None:
+    settings = list(compile_settings())
+    assert settings == list(compile_settings()) and any("torch._inductor" in line for line in settings)
+    caches: Any = torch.compiler.config
+    assert caches.cache_key_tag == "" and inductor_folder()
+    mode = new_fake_mode()
+    with _shape_env(mode):
+        assert mode.shape_env is not None and mode.static_shapes
+    assert mode.shape_env is None
+
+
 def _check_operators() -> None:
     mm, split, save = (
         torch.ops.aten.mm.default,
@@ -959,11 +1098,15 @@ def _check_operators() -> None:
 def _check_fake() -> None:
     assert flatten_node([1, 2]) == [1, 2] and flatten_node(3) is None and unflatten_node((1,), [2]) == (2,)
     assert incompatible_keys(["a"], []).missing_keys == ["a"]
-    with new_fake_mode():
+    mode = new_fake_mode()
+    with mode:
         value = torch.empty(2)
     assert is_fake(value) and not is_fake(torch.empty(2))
     assert all(issubclass(e, BaseException) for e in (*data_dependent_errors(), *dynamo_errors()))
     assert storage_id(value) == storage_id(value.view(1, 2)) != storage_id(torch.empty(2))
+    again = make_fake(mode, None, *describe_fake(value.t()))
+    assert is_fake(again) and describe_fake(again) == describe_fake(value.t()), f"a fake tensor is made as {again}"
+    assert storage_id(make_fake(mode, again, *describe_fake(value))) == storage_id(again)
     with as_if_compiling():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
@@ -1094,6 +1237,7 @@ SELF_TESTS: dict[str, Callable[[], None]] = {
     "capture with descriptors": _check_capture,
     "decomposition of LSTMs": _check_lstm,
     "min-cut split": _check_split_and_inductor,
+    "settings and caches": _check_caches,
     "autograd hooks": _check_autograd,
     "tensor lists and moved hooks": _check_tensor_lists,
     "lent tensors": _check_lending,

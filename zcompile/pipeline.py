@@ -8,10 +8,10 @@ import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import unified_diff
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -22,6 +22,8 @@ from zcompile.verify.verifier import Interface, Verifier
 
 T = TypeVar("T", Graph, Step)
 Facts = dict[Fact, Mapping[str, Any]]
+#: graphs before a pass, and after it
+Snapshots = tuple[tuple[Graph, ...], tuple[Graph, ...]]
 
 
 class Stats(Counter[str]):
@@ -82,28 +84,27 @@ class StepPass(Pass[Step]):
 
 @dataclass
 class Entry:
-    """What one pass did: the graphs before and after, and its counts. Texts are printed when asked for."""
+    """What one pass did: the graphs before and after, and its counts. Graphs and texts are there when asked for."""
 
     spec: str
     name: str
-    before_graphs: tuple[Graph, ...]
-    after_graphs: tuple[Graph, ...]
     stats: Stats
+    load: Callable[[], Snapshots]
 
     @cached_property
     def before(self) -> str:
         """The text of the graphs before the pass."""
-        return "\n".join(str(g) for g in self.before_graphs)
+        return "\n".join(str(g) for g in self.load()[0])
 
     @cached_property
     def after(self) -> str:
         """The text of the graphs after the pass."""
-        return "\n".join(str(g) for g in self.after_graphs)
+        return "\n".join(str(g) for g in self.load()[1])
 
     def diff(self) -> str:
         """A unified diff of each graph that the pass changed; empty when it changed nothing."""
         parts = []
-        for old, new in zip(self.before_graphs, self.after_graphs, strict=True):
+        for old, new in zip(*self.load(), strict=True):
             lines = unified_diff(
                 str(old).splitlines(),
                 str(new).splitlines(),
@@ -239,7 +240,7 @@ def _run(
             _explain(error, p, before, dump)
             raise
         after = tuple(graph.snapshot(earlier) for graph, earlier in zip(graphs, before, strict=True))
-        history.entries.append(Entry(str(p), p.name, before, after, stats))
+        history.entries.append(Entry(str(p), p.name, stats, partial(tuple, (before, after))))
         if dump is not None:
             dump.write(p.name, history[-1].after)
         before = after

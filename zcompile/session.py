@@ -19,7 +19,7 @@ from zcompile.capture.tree import build as rebuild
 from zcompile.capture.tree import flatten
 from zcompile.config import Config
 from zcompile.errors import RankError, ShardingError, SignatureError, UnfilledError
-from zcompile.ir.graph import Grad, Input, Step
+from zcompile.ir.graph import Input, Step
 from zcompile.lower.finite import Watch
 from zcompile.passes.memory.chunk_loss import WHOLE, ChunkLoss
 from zcompile.pipeline import Dump, Pipeline
@@ -30,6 +30,7 @@ from zcompile.planner.window import Window
 from zcompile.program import StepProgram
 from zcompile.runtime.executor import as_written
 from zcompile.runtime.step import StepRunner
+from zcompile.store import Store
 from zcompile.verify.verifier import Verifier
 
 log = logging.getLogger("zcompile")
@@ -103,8 +104,8 @@ class Session:
             )
             built = self._capture(signature, call, [path_name(path[1:]) for path in paths])
         self.latest = built
-        outputs = self.runner.forward(built.program, built.captured.constants, tensors)
-        for index, alias in built.captured.aliases.items():
+        outputs = self.runner.forward(built.program, built.captured.joint.constants, tensors)
+        for index, alias in built.captured.joint.aliases.items():
             base = (
                 tensors[alias.base.index] if isinstance(alias.base, Input) else self.runner.buffer_of(alias.base.name)
             )
@@ -146,15 +147,16 @@ class Session:
         shards = self.runner.shards
         params = {id(shards.parameter(name)): self._param_type(name) for name in shards.specs}
         device = shards.mesh.device
+        store = Store.from_environment()
 
         def captured_from(call: Call) -> Captured:
-            with rng_untouched(device):
-                return capture(self.model, call, params, device, self.name)
+            with rng_untouched(device), collector_paused():
+                return capture(self.model, call, params, device, self.name, store)
 
         label = ("train" if self.model.training else "eval") + ("" if signature.training else ", no_grad")
         try:
             captured = captured_from(call)
-            trains = call.training and any(isinstance(role, Grad) for _, role in captured.graph.outputs)
+            trains = call.training and captured.joint.trains
             pipeline = self.pipeline
             if trains and self.budgeted is not None:
                 pipeline = self.budgeted.pipeline(self, captured, call, captured_from)
@@ -171,6 +173,7 @@ class Session:
                         label=label,
                         dump=dump,
                         watch=self._watch(arguments),
+                        store=store,
                     )
                 if self.config.offload is not None:
                     self._keep_room(built)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.utils import counters
 
 import zcompile
+from zcompile import compat
+from zcompile.ir import meta
+from zcompile.ir.graph import Region
 from zcompile.lower import inductor
 
 pytestmark = pytest.mark.slow
@@ -53,7 +58,7 @@ def test_equal_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None
     compiled: list[str] = []
     real = inductor._compile
     monkeypatch.setattr(inductor, "_CACHE", {})
-    monkeypatch.setattr(inductor, "_compile", lambda region: compiled.append(region.name) or real(region))
+    monkeypatch.setattr(inductor, "_compile", lambda region, tag: compiled.append(region.name) or real(region, tag))
 
     def regions(num_layers: int) -> int:
         compiled.clear()
@@ -72,3 +77,24 @@ def test_results_get_their_size_1_dimensions_back() -> None:
     run = inductor._with_shapes(lambda args: (args[0].sum(0), args[0]), {0: (1, 1, 3)})
     first, second = run([torch.ones(2, 3)])
     assert first.shape == (1, 1, 3) and second.shape == (2, 3)
+
+
+def test_another_process_finds_compiled_regions_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This one, which has forgotten what it compiled. Inductor's own key does not tell the types of results: ours does."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+    graph.output([y])
+    with compat.new_fake_mode():
+        for node in (x, y):
+            meta.set_value(node, torch.empty(2, 3))
+    counts, argument = counters["inductor"], torch.arange(6.0).view(2, 3)
+    before = counts["fxgraph_cache_hit"]
+    for num_found in (0, 1):
+        monkeypatch.setattr(inductor, "_CACHE", {})
+        (result,) = inductor.compile_region(Region("doubled", graph))([argument])
+        assert torch.equal(result, argument * 2)
+        assert counts["fxgraph_cache_hit"] - before == num_found
+    inductor._compile(Region("doubled", graph), "the same operators with other types")
+    assert counts["fxgraph_cache_hit"] - before == 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,12 +15,17 @@ from torch import fx, nn
 
 from zcompile import compat
 from zcompile.capture.causal import recognise_causal_masks
-from zcompile.capture.convert import Converter, InputAlias, ParamType
+from zcompile.capture.convert import Converter, ParamType
+from zcompile.capture.exported import Joint
 from zcompile.capture.fakes import eager_run, fake_inputs, fake_state, first_line, still_changed
+from zcompile.capture.key import NoKey, program_key
 from zcompile.capture.tree import Path, Structure, build, difference, fetch, flatten
 from zcompile.errors import CaptureError, ConfigError
 from zcompile.ir import meta
-from zcompile.ir.graph import Buffer, Graph, Mutation, Tangent
+from zcompile.ir.graph import Buffer, Graph, Mutation
+from zcompile.store import Store
+
+log = logging.getLogger("zcompile")
 
 
 @dataclass(frozen=True)
@@ -47,28 +54,29 @@ class Captured:
     """The result of a capture.
 
     Attributes:
-        graph: the joint graph.
+        joint: what autograd made of the program.
         structure: rebuilds the user's output from the output leaves.
         num_outputs: number of output leaves.
         output_names: a readable name for each output leaf.
-        differentiable: indices of the output leaves that have a tangent.
-        detached: indices of float output leaves that have none although their value depends on parameters.
-        aliases: output leaves that are inputs or views of inputs.
-        constants: tensors that the program created from Python values, by buffer name in the graph.
+        detached: indices of float output leaves that have no tangent although their value depends on parameters.
         fake_mode: the mode of the graph's values.
         num_causal: attentions whose explicit mask was found to be the causal one.
+        key: equal ones stand for equal captures, also in other processes; empty where nothing can stand for it.
     """
 
-    graph: Graph
+    joint: Joint
     structure: Structure
     num_outputs: int
     output_names: list[str]
-    differentiable: list[int]
     detached: list[int]
-    aliases: dict[int, InputAlias]
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fake_mode: Any = None
     num_causal: int = 0
+    key: str = ""
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The joint graph."""
+        return self.joint.load()
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,12 @@ def cast_inputs(leaves: Sequence[torch.Tensor], dtype: torch.dtype | None) -> li
 
 
 def capture(
-    model: nn.Module, call: Call, params: Mapping[int, ParamType], device: torch.device, name: str = "model"
+    model: nn.Module,
+    call: Call,
+    params: Mapping[int, ParamType],
+    device: torch.device,
+    name: str = "model",
+    store: Store | None = None,
 ) -> Captured:
     """Capture ``model`` for one call.
 
@@ -122,11 +135,13 @@ def capture(
         params: what to know of each parameter, by ``id`` of the Parameter object.
         device: where the computation runs.
         name: name of the graph.
+        store: where an earlier process may have left what autograd makes of the program. Dynamo always runs, and with it user code.
 
     Raises:
         CaptureError: the model cannot be captured; says where, why and what to do.
     """
     check_capturable(model)
+    buffers = dict(model.named_buffers())
     mode = compat.new_fake_mode()
     canonical = _canonical_names(model, params)
     types = {key: (p.shape, p.dtype, p.trainable and call.training) for key, p in params.items()}
@@ -143,17 +158,36 @@ def capture(
         wrapper = _Wrapper(model, call, device.type, plan)
         traced = _dynamo(wrapper, leaves, mode)
         num_causal = recognise_causal_masks(traced)
-        joint = _aot_joint(stack, traced, leaves)
-        graph, aliases, constants = Converter(
-            joint, canonical, {p.name: p for p in params.values()}, len(plan.paths)
-        ).run(name)
+        facts = (name, call.training, len(plan.paths), tuple(canonical.items()), tuple(map(astuple, params.values())))
+        key = _key(traced, leaves, buffers, facts, name) if store is not None else ""
+        joint = Joint.find(store, key, mode)
+        found = joint is not None
+        if joint is None:
+            exported = _aot_joint(stack, traced, leaves)
+            by_name = {p.name: p for p in params.values()}
+            joint = Joint.of(*Converter(exported, canonical, by_name, len(plan.paths)).run(name))
         del out, traced
-    _check_buffers(model, graph)
-    with_tangent = sorted(o.index for o in (meta.origin(n) for n in graph.inputs) if isinstance(o, Tangent))
+    if found:
+        log.debug("the capture of %s was kept by an earlier process: %s", name, key)
+    else:
+        _check_buffers(buffers, joint.load())
+        joint.keep(store, key)
     detached = [i for i, d in enumerate(plan.detach) if d]
-    return Captured(
-        graph, structure, len(plan.paths), names, with_tangent, detached, aliases, constants, mode, num_causal
-    )
+    return Captured(joint, structure, len(plan.paths), names, detached, mode, num_causal, key)
+
+
+def _key(
+    traced: fx.GraphModule,
+    leaves: Sequence[torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    facts: tuple[Any, ...],
+    name: str,
+) -> str:
+    try:
+        return program_key(traced, leaves, buffers, facts)
+    except NoKey as reason:
+        log.debug("the capture of %s is not kept for other processes: %s", name, reason)
+        return ""
 
 
 def check_capturable(model: nn.Module) -> None:
@@ -184,12 +218,12 @@ def check_capturable(model: nn.Module) -> None:
             )
 
 
-def _check_buffers(model: nn.Module, graph: Graph) -> None:
+def _check_buffers(buffers: Mapping[str, torch.Tensor], graph: Graph) -> None:
     """Refuse a buffer that forward writes and that shares memory with another one: the graph has them apart."""
     written = {role.name for _, role in graph.outputs if isinstance(role, Mutation)}
     read = {origin.name for n in graph.inputs if isinstance(origin := meta.origin(n), Buffer)}
     owners: dict[int, str] = {}
-    for name, buffer in model.named_buffers():
+    for name, buffer in buffers.items():
         if written and name in written | read and buffer.numel():
             other = owners.setdefault(compat.storage_id(buffer), name)
             if other != name and not written.isdisjoint((name, other)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,15 +26,15 @@ def compile_region(region: Region) -> Compiled:
     text = print_graph(Graph("region.forward", Direction.FORWARD, region.fx))
     text += str({t.device for n in region.inputs for t in _tensors(meta.value(n))})  # the text names no device index
     if text not in _CACHE:
-        _CACHE[text] = _compile(region)
+        _CACHE[text] = _compile(region, hashlib.sha256(text.encode()).hexdigest())
     return _CACHE[text]
 
 
-def _compile(region: Region) -> Compiled:
+def _compile(region: Region, tag: str) -> Compiled:
     inputs = [meta.tensor(n) for n in region.inputs]
     values = [v for n in region.fx.nodes for v in _tensors(meta.value(n))]
     module = fx.GraphModule(nn.Module(), copy_fx(region.fx))
-    compiled = compat.inductor_compile(module, inputs, edit.fake_mode_of(values))
+    compiled = compat.inductor_compile(module, inputs, edit.fake_mode_of(values), tag)
     shapes = {i: tuple(v.shape) for i, v in enumerate(map(meta.value, region.results)) if 1 in v.shape and v.dim() > 1}
     return _with_shapes(compiled, shapes) if shapes else compiled
 

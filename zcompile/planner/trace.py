@@ -23,6 +23,7 @@ from zcompile.pipeline import History, Pipeline
 from zcompile.placement import ParamSpec
 from zcompile.planner.unscheduled import Unscheduled, outline_step
 from zcompile.scheduled import Splits, schedule_step
+from zcompile.store import Store
 from zcompile.verify.verifier import Verifier
 
 _CPU = torch.device("cpu")
@@ -182,7 +183,7 @@ def trace_with(
     named = dict(model.named_parameters(remove_duplicate=False))
     params = {id(named[s.name]): ParamType(s.name, s.shape, compute_dtype(s, config), s.requires_grad) for s in specs}
     with rng_untouched(_CPU), collector_paused():
-        captured = capture(model, call, params, _CPU, type(model).__name__.lower())
+        captured = capture(model, call, params, _CPU, type(model).__name__.lower(), Store.from_environment())
     source = _Source(model, Splits(captured, Verifier(config.verify)), "cpu" if for_gpu else "cuda")
     return source.schedule(config, world_size)
 
