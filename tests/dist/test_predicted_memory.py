@@ -115,9 +115,9 @@ def predicted_window(stage: int, steps: int, options: dict[str, Any]) -> None:
     ("stage", "steps", "options"),
     [
         (1, 3, {"precision": "bf16"}),
-        (1, 2, {"precision": "bf16", "reduce_dtype": "bf16"}),
+        pytest.param(1, 2, {"precision": "bf16", "reduce_dtype": "bf16"}, marks=pytest.mark.wide),
         (0, 3, {"precision": "bf16", "reduce_dtype": "bf16", "accumulate_dtype": "fp32"}),
-        (2, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.wide),
         (3, 3, {}),
         (3, 2, {"policy": "keep{units=99},prefetch"}),
         (3, 2, {"policy": "keep{units=2},bucket{mib=0},hold{units=1},prefetch"}),
