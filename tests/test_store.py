@@ -17,6 +17,7 @@ import zcompile
 from tests.programs import Programs
 from zcompile import scheduled, store
 from zcompile.capture import joint
+from zcompile.capture.key import NoKey, _target
 from zcompile.config import Config
 from zcompile.errors import BackwardError, CaptureError
 from zcompile.store import Store
@@ -350,6 +351,18 @@ def test_every_option_of_a_pipeline_counts(folder: Path, made: dict[str, int]) -
         assert made == {"captures": 1, "splits": number + 2}, given
 
 
+def test_functions_of_torch_that_are_made_by_others_have_names(key: Callable[..., str]) -> None:
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.max_pool1d(self.linear(x), 2).tanh().sum()
+
+    assert key(compiled(Pools), torch.ones(2, 4)) != ""
+
+
 # What has no key. -----------------------------------------------------------------------------------------------------
 
 
@@ -396,6 +409,14 @@ def test_what_has_no_value_to_compare_is_captured_anew(
     assert not folder.exists()
     expected = "zcompile_test_store::twice" if what == "an operator" else "no argument, parameter or buffer"
     assert expected in caplog.text
+
+
+def test_a_function_under_the_name_of_one_of_torch_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions: Any = nn.functional
+    assert _target(functions.silu) == "torch.nn.functional silu"
+    monkeypatch.setattr(functions, "silu", functools.wraps(functions.silu)(lambda x: x * 2))
+    with pytest.raises(NoKey, match="is not torch's"):
+        _target(functions.silu)
 
 
 def test_a_pass_of_ones_own_is_run_every_time(folder: Path, made: dict[str, int]) -> None:

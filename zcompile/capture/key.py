@@ -193,15 +193,16 @@ def _target(target: Any) -> str:
         if target.namespace not in _NAMESPACES:
             raise NoKey(f"forward calls {target.name()}, an operator that is not torch's")
         return f"operator {target.name()}"
-    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
-    if module == "torch":  # torch.tanh is a method of a type that stands for all such functions
-        name = name.rpartition(".")[2]
+    module: str | None = getattr(target, "__module__", None)
+    names = (getattr(target, "__qualname__", ""), getattr(target, "__name__", ""))
     code = getattr(target, "__code__", None)  # a function may have another's name
     if code is not None and not code.co_filename.startswith(_TORCH):
         raise NoKey(f"forward calls {target} of {code.co_filename}, which is not torch's")
-    if module is None or module.partition(".")[0] not in _MODULES or _found(module, name) != target:
-        raise NoKey(f"forward calls {target}, which is not torch's")
-    return f"{module} {name}"
+    if module is not None and module.partition(".")[0] in _MODULES:
+        for name in names:  # the second for torch.tanh, a method of a class that has all of them, and for max_pool2d
+            if _found(module, name) == target:
+                return f"{module} {name}"
+    raise NoKey(f"forward calls {target}, which is not torch's")
 
 
 def _found(module: str, name: str) -> Any:
