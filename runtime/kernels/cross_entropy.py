@@ -24,11 +24,11 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 @triton.jit
 def _reduce_kernel(  # pragma: no cover - runs on the device
-    logits, labels, losses, lse, num_columns, BLOCK: tl.constexpr
+    logits, labels, losses, lse, num_columns, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program reduces one row: a running maximum, and the sum of exponentials relative to it, in which NaN stays."""
     row = tl.program_id(0)
-    start = logits + row.to(tl.int64) * num_columns
+    start = logits + row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -50,12 +50,12 @@ def _reduce_kernel(  # pragma: no cover - runs on the device
 
 @triton.jit
 def _differentiate_kernel(  # pragma: no cover - runs on the device
-    logits, labels, lse, grad, first, num_columns, BLOCK: tl.constexpr
+    logits, labels, lse, grad, first, num_columns, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program differentiates one block of one row."""
     row = tl.program_id(0)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = logits + row.to(tl.int64) * num_columns + lanes
+    place = logits + row.to(tl.int64) * stride + lanes
     mask = lanes < num_columns
     scale = tl.load(grad + row)
     value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
@@ -68,13 +68,13 @@ def reduce_rows(logits: Tensor, labels: Tensor, losses: Tensor, lse: Tensor, blo
     """``zcompile.cross_entropy.reduce_rows`` in one read of the logits; a label out of range gives NaN.
 
     Args:
-        logits: [rows, columns], contiguous, of one of ``DTYPES``; likewise ``labels`` [rows] of int64, ``losses`` and ``lse`` [rows] of
-            float32, which are written.
+        logits: [rows, columns], each row contiguous, of one of ``DTYPES``; contiguous ``labels`` [rows] of int64, ``losses`` and
+            ``lse`` [rows] of float32, which are written.
         block: columns that a program reads at a time.
     """
     with _on(logits):
         _reduce_kernel[(logits.shape[0],)](
-            logits, labels, losses, lse, logits.shape[1], BLOCK=block, num_warps=NUM_WARPS
+            logits, labels, losses, lse, logits.shape[1], logits.stride(0), BLOCK=block, num_warps=NUM_WARPS
         )
 
 
@@ -90,7 +90,9 @@ def differentiate_(
     """
     grid = (logits.shape[0], triton.cdiv(logits.shape[1], block))
     with _on(logits):
-        _differentiate_kernel[grid](logits, labels, lse, grad, first, logits.shape[1], BLOCK=block, num_warps=NUM_WARPS)
+        _differentiate_kernel[grid](
+            logits, labels, lse, grad, first, logits.shape[1], logits.stride(0), BLOCK=block, num_warps=NUM_WARPS
+        )
 
 
 def _on(tensor: Tensor) -> Any:
@@ -108,10 +110,17 @@ def _backward(hidden: Tensor, *args: Any, **kwargs: Any) -> list[Tensor]:
     return cross_entropy.backward(hidden, *args, differentiate=differentiate, **kwargs)
 
 
+def _forward_with_grads(hidden: Tensor, *args: Any, dtype: torch.dtype, **kwargs: Any) -> list[Tensor]:
+    has_kernels = hidden.dtype in DTYPES and dtype == torch.float32
+    kernels = {"reduce": reduce_rows, "differentiate": differentiate_} if has_kernels else {}
+    return cross_entropy.forward_with_grads(hidden, *args, dtype=dtype, **kernels, **kwargs)
+
+
 @cache
 def register() -> torch.library.Library:
     """Let the operators on GPUs run the kernels, for the whole process."""
     library = torch.library.Library("zc", "IMPL")
     library.impl("linear_cross_entropy", _forward, "CUDA")
     library.impl("linear_cross_entropy_backward", _backward, "CUDA")
+    library.impl("linear_cross_entropy_with_grads", _forward_with_grads, "CUDA")
     return library

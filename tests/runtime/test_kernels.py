@@ -69,7 +69,7 @@ for kind, size in (("fp32", 4), ("bf16", 2)):
     ptx = compile(sumsq._partial_kernel, types, dict(BLOCK=sumsq.BLOCK_ELEMENTS, NUM_BLOCKS=5), sumsq.NUM_WARPS)
     assert wide(ptx, "ld") and not re.search(r"ld\\.global(?![.:\\w]*v4)", ptx), "only wide loads"
 for kind in ("fp32", "bf16"):
-    types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", lse="*fp32", grad="*fp32", first="i32", num_columns="i32")
+    types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", lse="*fp32", grad="*fp32", first="i32", num_columns="i32", stride="i32")
     for kernel in (cross_entropy._reduce_kernel, cross_entropy._differentiate_kernel):
         compile(kernel, types, dict(BLOCK=cross_entropy.BLOCK_COLUMNS), cross_entropy.NUM_WARPS)
 print("all wide")

@@ -71,6 +71,17 @@ class Gradients:
     bias: fx.Node | None = None
     transposed: bool = False
 
+    @property
+    def products(self) -> dict[str, fx.Node]:
+        """Those that there are, by name, in this order: hidden, weight, bias."""
+        several = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        return {name: node for name, node in several.items() if node is not None}
+
+    @property
+    def wanted(self) -> list[bool]:
+        """Which of the three there are."""
+        return [name in self.products for name in ("hidden", "weight", "bias")]
+
 
 @dataclass
 class LinearLoss:
