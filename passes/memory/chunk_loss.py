@@ -249,16 +249,15 @@ def _inputs(loss: LinearLoss, graph: fx.Graph) -> tuple[Any, ...]:
     labels: Any = picked.args[2]
     if loss.is_sliced:
         labels = replay_backward(loss.path, labels, call)  # label 0 where nobody reads the loss
-    num_rows = meta.tensor(loss.logits).shape[0]
-    labels = edit.call(graph, _aten.view.default, (labels, [num_rows]), name="labels", like=picked)
+    labels = call(_aten.view.default, labels, [meta.tensor(loss.logits).shape[0]], name="labels")
     return loss.hidden, weight, loss.bias, labels
 
 
 def _caller(graph: fx.Graph, like: fx.Node, made: list[fx.Node] | None = None) -> Any:
     """Calls operators at the insertion point; the nodes are added to ``made``."""
 
-    def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = edit.call(graph, op, args, kwargs, like=like)
+    def call(op: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
+        node = edit.call(graph, op, args, kwargs, name=name, like=like)
         if made is not None:
             made.append(node)
         return node
@@ -289,9 +288,7 @@ def _of_losses(loss: LinearLoss, gradients: Gradients, grad: fx.Node, graph: fx.
         grad = call(_aten.neg.default, grad)
     if loss.is_sliced:
         grad = replay(gradients.path, grad, call)
-    grad = call(_aten.view.default, grad, [meta.tensor(loss.logits).shape[0]])
-    grad.name = name
-    return grad
+    return call(_aten.view.default, grad, [meta.tensor(loss.logits).shape[0]], name=name)
 
 
 def _write_forward(loss: LinearLoss, graph: fx.Graph, rows: int) -> tuple[Any, ...]:

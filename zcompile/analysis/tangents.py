@@ -22,17 +22,21 @@ _FULL: Any = _aten.full.default
 _OF_FIRST = frozenset(
     {
         _aten.neg.default, _aten.clone.default, _aten._unsafe_view.default, _aten.sum.default, _aten.sum.dim_IntList,
-        _aten.mean.default, _aten.mean.dim, _aten.mul.Tensor, _aten.div.Tensor, _aten.gather.default, _aten.index.Tensor,
-        _aten.index_select.default,
+        _aten.mean.default, _aten.mean.dim, _aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar,
+        _aten.gather.default, _aten.index.Tensor, _aten.index_select.default,
     }
 )  # fmt: skip
-#: linear in all tensors that are not conditions or places, where each of these is zero or linear
-_OF_ALL = frozenset(
-    {
-        _aten.add.Tensor, _aten.sub.Tensor, _aten.cat.default, _aten.where.self, _aten.slice_scatter.default,
-        _aten.select_scatter.default, _aten.scatter_add.default,
-    }
-)  # fmt: skip
+#: linear in what they put together, where each of it is zero or linear: where that stands among their arguments
+_OF_ALL: dict[Any, tuple[int, ...]] = {
+    _aten.add.Tensor: (0, 1),
+    _aten.sub.Tensor: (0, 1),
+    _aten.where.self: (1, 2),
+    _aten.slice_scatter.default: (0, 1),
+    _aten.select_scatter.default: (0, 1),
+    _aten.index_put.default: (0, 2),
+    _aten.scatter_add.default: (0, 3),
+    _aten.index_add.default: (0, 3),
+}
 
 
 class NoMultipleError(Exception):
@@ -134,33 +138,21 @@ def _behind(graph: fx.Graph, place: fx.Node) -> set[fx.Node]:
 
 
 def _is_linear(node: fx.Node, linear: Collection[fx.Node]) -> bool:
-    """Whether a node is linear and homogeneous in those of its arguments that are in ``linear``."""
+    """Whether a node is linear and homogeneous in those of its arguments that are in ``linear``, of which it has at least one."""
     target, args = node.target, list(node.args)
     if target is _aten.mul.Tensor and args[0] not in linear:
         args.reverse()
-    read = [source for source in node.all_input_nodes if source in linear]
-    if target in _OF_ALL:
-        return all(part in linear or _is_zeros(part) for part in _parts(node)) and set(read) <= set(_parts(node))
+    if target in _OF_ALL or target is _aten.cat.default:
+        parts: Any = args[0] if target is _aten.cat.default else [args[place] for place in _OF_ALL[target]]
+        only = all(source in parts for source in node.all_input_nodes if source in linear)
+        return only and all(part in linear or _is_zeros(part) for part in parts)
     if target is _CAST:
         return meta.tensor(node).is_floating_point()
     if target is _aten.constant_pad_nd.default:
         return (args[2] if len(args) > 2 else 0) == 0
     # once: a square is not linear
-    return (
-        (target in _OF_FIRST or edit.is_getitem(node) or is_view(node))
-        and args[0] in linear
-        and _count(args, linear) == 1
-    )
-
-
-def _parts(node: fx.Node) -> list[Any]:
-    """What a result of one of ``_OF_ALL`` is put together from."""
-    args: Any = node.args
-    if node.target is _aten.cat.default:
-        return list(args[0])
-    if node.target is _aten.scatter_add.default:
-        return [args[0], args[3]]
-    return list(args[1:3] if node.target is _aten.where.self else args[:2])
+    is_known = target in _OF_FIRST or edit.is_getitem(node) or is_view(node)
+    return is_known and args[0] in linear and _count(args, linear) == 1
 
 
 def _count(args: Any, linear: Collection[fx.Node]) -> int:
