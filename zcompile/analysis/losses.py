@@ -220,6 +220,8 @@ def _complete(loss: LinearLoss, graph: Graph) -> None:
     low, wide = meta.tensor(loss.logits).dtype, loss.softmax_input.dtype
     if loss.bias is not None and meta.tensor(loss.bias).shape != (num_columns,):
         raise _Obstacle("what is added to the logits is no bias")
+    if not low == meta.tensor(loss.hidden).dtype == meta.tensor(loss.weight[0]).dtype:
+        raise _Obstacle("hidden states and weight have different dtypes")
     if wide != torch.promote_types(low, torch.float32) or any(
         meta.tensor(n).dtype not in (low, wide) for n in loss.path
     ):
