@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.losses import Gradients, LinearLoss, linear_losses, replay, replay_backward
+from zcompile.analysis.divisions import Division, piece_size, whole_bytes
+from zcompile.analysis.losses import Gradients, LinearLoss, linear_losses
+from zcompile.analysis.rows import replay, replay_backward
 from zcompile.analysis.tangents import Multiple, NoMultipleError, full, multiple_of_tangent
 from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
@@ -21,10 +23,6 @@ from zcompile.pipeline import JointPass, Stats
 
 _aten: Any = torch.ops.aten
 _CAST: Any = torch.ops.prims.convert_element_type.default
-#: the gradient of a weight in 16 bits may be added up over so many pieces: its error, beside eager's, becomes 1.4 times as large
-_FEW = 3
-#: rows and columns of pieces are multiples of this, where they are so many
-_ALIGNMENT = 64
 #: what stats of losses that are left alone begin with
 WHOLE = "losses computed whole"
 #: what stats of losses begin with whose logits are computed again in backward
@@ -133,25 +131,16 @@ class ChunkLoss(JointPass):
             return ""
         if isinstance(multiple, str):
             return f"{multiple}, so that logits would be computed again"
-        saved = _whole_bytes(loss) - self._division(loss).num_bytes
+        saved = whole_bytes(loss) - self._division(loss).num_bytes
         return f"pieces save no more than {self.mib:g} MiB" if saved <= self.mib * MIB else ""
 
-    def _division(self, loss: LinearLoss) -> _Division:
-        """The pieces in which the gradients are made in forward, and what the gradient of the weight is added up in."""
-        num_rows, num_columns = meta.tensor(loss.logits).shape
-        dtype = meta.tensor(loss.logits).dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        first = _Division.of(loss, _piece(num_rows, self._most_bytes // (num_columns * dtype.itemsize)), wide)
-        few = first.rows if self.always else max(first.rows, _aligned(math.ceil(num_rows / _FEW)))
-        if few * _FEW < num_rows:
-            return first
-        narrow = _Division.of(loss, few, dtype)
-        return narrow if narrow.num_bytes + self._most_bytes < first.num_bytes else first
+    def _division(self, loss: LinearLoss) -> Division:
+        return Division.best(loss, self._most_bytes, may_grow=not self.always)
 
     def _rewrite(self, loss: LinearLoss, multiple: Multiple | str, graph: Graph, stats: Stats) -> None:
         num_rows, num_columns = meta.tensor(loss.logits).shape
         size = meta.tensor(loss.logits).element_size()
-        rows = _piece(num_rows, self._most_bytes // (num_columns * size))
+        rows = piece_size(num_rows, self._most_bytes // (num_columns * size))
         piece = rows * num_columns
         dead = {node for node in graph.body if not node.users}
         dropped = {Output(index) for index in loss.returned}
@@ -162,7 +151,7 @@ class ChunkLoss(JointPass):
             _write_with_grads(loss, graph.fx, multiple, division)
             stats["gradients made in forward"] += 1
         elif loss.gradients is not None:
-            columns = _piece(num_columns, self._most_bytes // (num_rows * size))
+            columns = piece_size(num_columns, self._most_bytes // (num_rows * size))
             piece = max(piece, columns * num_rows)
             _write_backward(loss, loss.gradients, graph.fx, _write_forward(loss, graph.fx, rows), columns)
             stats[f"{AGAIN}: {multiple}"] += 1
@@ -187,56 +176,6 @@ def _in_forward(loss: LinearLoss) -> Multiple | str:
         return multiple_of_tangent(loss.gradients.grad, without=loss.picked)
     except NoMultipleError as reason:
         return str(reason)
-
-
-@dataclass(frozen=True)
-class _Division:
-    """Pieces in which gradients are made in forward.
-
-    Attributes:
-        rows: of a piece.
-        total: the dtype in which the gradient of the weight is added up.
-        num_bytes: the most that there is at a time, beside inputs and the gradient of the hidden states.
-    """
-
-    rows: int
-    total: torch.dtype
-    num_bytes: int
-
-    @classmethod
-    def of(cls, loss: LinearLoss, rows: int, total: torch.dtype) -> _Division:
-        logits, of_weight = meta.tensor(loss.logits), _weight_bytes(loss)
-        size = logits.element_size()
-        summed = of_weight // size * total.itemsize
-        end = summed + of_weight if total.itemsize > size else summed
-        # backward has the gradient twice: it is alive until it was multiplied
-        return cls(rows, total, max(summed + rows * logits.shape[1] * size, end, 2 * of_weight))
-
-
-def _whole_bytes(loss: LinearLoss) -> int:
-    """The most that there is at a time of a loss that is computed whole.
-
-    Logits and their gradient, as what is between fuses with them, or this and the gradient of the weight.
-    """
-    return loss.num_bytes + max(loss.num_bytes, _weight_bytes(loss))
-
-
-def _weight_bytes(loss: LinearLoss) -> int:
-    """Bytes of the gradient of the weight; 0 if nobody wants it."""
-    of_weight = None if loss.gradients is None else loss.gradients.weight
-    return 0 if of_weight is None else meta.num_bytes(meta.value(of_weight))
-
-
-def _aligned(size: int) -> int:
-    return size if size < _ALIGNMENT else math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-
-
-def _piece(total: int, most: int) -> int:
-    """The size of equal pieces of ``total``, the last one perhaps smaller, none larger than ``most``, if that is at least 1."""
-    most = max(most, 1)
-    size = math.ceil(total / math.ceil(total / most))
-    aligned = math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-    return aligned if aligned <= most else most - most % _ALIGNMENT or size
 
 
 def _inputs(loss: LinearLoss, graph: fx.Graph) -> tuple[Any, ...]:
@@ -341,7 +280,7 @@ def _replace_products(gradients: Gradients, results: list[fx.Node], call: Any) -
         product.replace_all_uses_with(result)
 
 
-def _write_with_grads(loss: LinearLoss, graph: fx.Graph, multiple: Multiple, division: _Division) -> None:
+def _write_with_grads(loss: LinearLoss, graph: fx.Graph, multiple: Multiple, division: Division) -> None:
     """Losses and gradients instead of the gather; in backward these times the tangent, instead of the products."""
     gradients, picked = loss.gradients, loss.picked
     assert gradients is not None

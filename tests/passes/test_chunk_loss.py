@@ -19,10 +19,13 @@ import zcompile
 from tests.dist.models import CASES
 from tests.planner.test_region_memory import Live
 from zcompile import cross_entropy, ops
+from zcompile.analysis.flops import node_flops
 from zcompile.analysis.memory import RegionMemory
 from zcompile.analysis.pieces import workspace_bytes
 from zcompile.errors import ConfigError
 from zcompile.ir.graph import Graph, Region, Saved
+from zcompile.ir.types import dtype_name
+from zcompile.planner.trace import trace
 
 ROWS, SEQ, HIDDEN, VOCAB = 3, 7, 6, 29
 #: 5 rows or 6 columns of logits in float32: neither divides what there is
@@ -474,6 +477,69 @@ def test_by_itself_it_takes_large_vocabularies() -> None:
     assert logits < taken(Large(), 8192, "none")["backward"]
     by_itself = taken(Large(), 8192, "auto")
     assert by_itself == taken(Large(), 8192, "256MiB") and max(by_itself.values()) < logits / 3
+
+
+class Head(nn.Module):
+    def __init__(self, hidden: int, vocab: int, again: bool = False) -> None:
+        super().__init__()
+        self.head = nn.Linear(hidden, vocab, bias=False, device="meta", dtype=torch.bfloat16)
+        self.again = again
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        losses = F.cross_entropy(self.head(hidden).float(), labels, reduction="none")
+        return losses.square().mean() if self.again else losses.mean()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "again", "what"),
+    [
+        ((8192, 768, 50304), False, (2048, "f32")),
+        ((16384, 2048, 32000), False, (4096, "f32")),
+        ((4096, 4096, 128256), False, "losses computed whole: pieces save no more than 256 MiB"),
+        ((8192, 4096, 128256), False, (4096, "bf16")),
+        ((65536, 4096, 128256), False, (4096, "f32")),
+        (
+            (16384, 2048, 32000),
+            True,
+            "losses computed whole: their gradients depend on the losses, so that logits would be",
+        ),
+    ],
+)
+def test_by_itself_it_takes_what_saves_memory_and_costs_no_product(sizes: Any, again: bool, what: Any) -> None:
+    """Gradients of a large weight take as much as logits; sums in 16 bits, of few pieces, only where those in 32 take much more."""
+    rows, hidden, vocab = sizes
+    inputs = (
+        torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta"),
+        torch.empty(rows, dtype=torch.int64, device="meta"),
+    )
+    traced = trace(Head(hidden, vocab, again), inputs, world_size=1, loss_chunk="auto")
+    (entry,) = [entry for entry in traced.history if entry.name == "chunk-loss"]
+    if isinstance(what, str):
+        assert [key for key in entry.stats if key.startswith(what)], dict(entry.stats)
+    else:
+        assert entry.stats["gradients made in forward"] == 1, dict(entry.stats)
+        (node,) = node_of(traced.step.forward, ops.linear_cross_entropy_with_grads)
+        assert (node.kwargs["rows"], dtype_name(node.kwargs["total"])) == what
+
+
+def test_three_products() -> None:
+    """Forward and backward together do as many as the loss that is computed whole: one fewer than where logits are computed again."""
+    flops = {}
+    for again in (False, True):
+        for option in ("none", "48KiB"):
+            model, _ = pair(Tall(again), loss_chunk=option)
+            model(torch.arange(512)).backward()
+            regions = [
+                region for graph in (model.graphs.forward, model.graphs.backward) for region in graph.regions.values()
+            ]
+            flops[again, option] = sum(node_flops(node) for region in regions for node in region.fx.nodes)
+    product = 2 * 512 * 600 * 4
+    assert flops == {
+        (False, "none"): 3 * product,
+        (False, "48KiB"): 3 * product,
+        (True, "none"): 3 * product,
+        (True, "48KiB"): 4 * product,
+    }
 
 
 @pytest.mark.parametrize("wrong", ["always", "0MiB", "-1GiB", "3", 3, True])

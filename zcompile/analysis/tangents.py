@@ -149,7 +149,7 @@ def _is_linear(node: fx.Node, linear: Collection[fx.Node]) -> bool:
     if target is _CAST:
         return meta.tensor(node).is_floating_point()
     if target is _aten.constant_pad_nd.default:
-        return (args[2] if len(args) > 2 else 0) == 0
+        return bool(len(args) < 3 or args[2] == 0)
     # once: a square is not linear
     is_known = target in _OF_FIRST or edit.is_getitem(node) or is_view(node)
     return is_known and args[0] in linear and _count(args, linear) == 1
