@@ -28,7 +28,7 @@ Differentiate = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
 
 
 #: at most so many numbers at a time are computed beside a piece of logits, where there is no kernel
-_BLOCK = 1 << 16
+_BLOCK = 1 << 20
 
 
 def row_stride(columns: int, element_size: int) -> int:
@@ -64,12 +64,13 @@ def differentiate_(logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, fi
         grad: [rows], the gradients of the losses, in that dtype.
         first: the first column.
     """
-    columns = torch.arange(first, first + logits.shape[1], device=logits.device)
+    places = labels - first
+    of_label = torch.where((places >= 0) & (places < logits.shape[1]), -grad, 0)
+    places = places.clamp(0, logits.shape[1] - 1)
     for part in _blocks(logits):
-        scale = grad[part].unsqueeze(1)
         wide = logits[part].to(lse.dtype)  # the logits themselves, if they are as wide
-        wide.sub_(lse[part].unsqueeze(1)).exp_().mul_(scale)
-        wide -= torch.where(columns == labels[part].unsqueeze(1), scale, 0)
+        wide.sub_(lse[part].unsqueeze(1)).exp_().mul_(grad[part].unsqueeze(1))
+        wide.scatter_add_(1, places[part].unsqueeze(1), of_label[part].unsqueeze(1))
         if wide.dtype != logits.dtype:
             logits[part] = wide
 
