@@ -25,6 +25,8 @@ from torch import Tensor
 Reduce = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 #: ``differentiate(logits, labels, lse, grad, first)`` makes logits their gradients, in place; ``first`` is their first column
 Differentiate = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
+#: ``make(logits, labels, losses, weights)`` writes the losses of rows, and makes logits their gradients times weights, in place
+Make = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 #: at most so many numbers at a time are computed beside a piece of logits, where there is no kernel
@@ -73,6 +75,20 @@ def differentiate_(logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, fi
         wide.scatter_add_(1, places[part].unsqueeze(1), of_label[part].unsqueeze(1))
         if wide.dtype != logits.dtype:
             logits[part] = wide
+
+
+def gradients_(logits: Tensor, labels: Tensor, losses: Tensor, weights: Tensor) -> None:
+    """``reduce_rows``, then ``differentiate_`` with weights of rows for the gradients of their losses.
+
+    Args:
+        logits: [rows, columns], written.
+        labels: [rows], int64, in range.
+        losses: [rows], in the dtype to compute in, written.
+        weights: [rows], in that dtype.
+    """
+    lse = torch.empty_like(losses)
+    reduce_rows(logits, labels, losses, lse)
+    differentiate_(logits, labels, lse, weights, 0)
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -148,13 +164,11 @@ def forward_with_grads(
     rows: int,
     total: torch.dtype,
     wanted: list[bool],
-    reduce: Reduce = reduce_rows,
-    differentiate: Differentiate = differentiate_,
+    make: Make = gradients_,
 ) -> list[Tensor]:
     """``zc.linear_cross_entropy_with_grads``: see ``zcompile.ops``."""
     labels, row_weights = labels.contiguous(), row_weights.contiguous()
     losses = hidden.new_empty(len(hidden), dtype=dtype)
-    lse = torch.empty_like(losses)
     of_hidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
     of_weight = weight.new_empty(weight.shape if wanted[1] else 0, dtype=total)
     of_bias = weight.new_zeros(len(weight) if wanted[2] else 0, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -164,8 +178,7 @@ def forward_with_grads(
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
         logits = _logits(hidden[part], weight, bias, memory)
-        reduce(logits, labels[part], losses[part], lse[part])
-        differentiate(logits, labels[part], lse[part], row_weights[part], 0)
+        make(logits, labels[part], losses[part], row_weights[part])
         if wanted[0]:
             torch.mm(logits, weight, out=of_hidden[part])
         if wanted[1]:

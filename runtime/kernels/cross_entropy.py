@@ -23,12 +23,8 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @triton.jit
-def _reduce_kernel(  # pragma: no cover - runs on the device
-    logits, labels, losses, lse, num_columns, stride, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One program reduces one row: a running maximum, and the sum of exponentials relative to it, in which NaN stays."""
-    row = tl.program_id(0)
-    start = logits + row.to(tl.int64) * stride
+def _reduced(start, num_columns, BLOCK: tl.constexpr):  # pragma: no cover - runs on the device
+    """The largest logit of a row, and the log of the sum of exponentials relative to it, in which NaN stays: one read."""
     lanes = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -40,12 +36,48 @@ def _reduce_kernel(  # pragma: no cover - runs on the device
         largest = new
     top = tl.max(largest, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    log_sum = tl.log(tl.sum(total * tl.exp(largest - safe), 0))
-    label = tl.load(labels + row)
+    return top, tl.log(tl.sum(total * tl.exp(largest - safe), 0))
+
+
+@triton.jit
+def _picked(start, label, num_columns):  # pragma: no cover - runs on the device
+    """The logit of the label; NaN for a label out of range."""
     inside = (label >= 0) & (label < num_columns)
-    picked = tl.load(start + label, mask=inside, other=float("nan")).to(tl.float32)
-    tl.store(losses + row, log_sum - (picked - top))
+    return tl.load(start + label, mask=inside, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
+def _reduce_kernel(  # pragma: no cover - runs on the device
+    logits, labels, losses, lse, num_columns, stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program reduces one row."""
+    row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * stride
+    top, log_sum = _reduced(start, num_columns, BLOCK)
+    tl.store(losses + row, log_sum - (_picked(start, tl.load(labels + row), num_columns) - top))
     tl.store(lse + row, top + log_sum)
+
+
+@triton.jit
+def _gradients_kernel(  # pragma: no cover - runs on the device
+    logits, labels, losses, weights, num_columns, stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program reduces one row, then differentiates it: the second read finds the row in a cache."""
+    row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * stride
+    label = tl.load(labels + row)
+    scale = tl.load(weights + row)
+    top, log_sum = _reduced(start, num_columns, BLOCK)
+    tl.store(losses + row, log_sum - (_picked(start, label, num_columns) - top))
+    tl.debug_barrier()  # all threads have read the label's logit before one of them writes it
+    lse = top + log_sum
+    lanes = tl.arange(0, BLOCK)
+    for first in range(0, num_columns, BLOCK):
+        mask = first + lanes < num_columns
+        value = tl.load(start + first + lanes, mask=mask, other=0.0).to(tl.float32)
+        result = tl.exp(value - lse) * scale
+        result -= tl.where(first + lanes == label, scale, 0.0)
+        tl.store(start + first + lanes, result.to(logits.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -95,6 +127,19 @@ def differentiate_(
         )
 
 
+def gradients_(logits: Tensor, labels: Tensor, losses: Tensor, weights: Tensor, block: int = BLOCK_COLUMNS) -> None:
+    """``zcompile.cross_entropy.gradients_`` in one read and write of the logits, and a second read where rows outgrow caches.
+
+    Args:
+        logits: as for ``reduce_rows``, as are ``labels``, ``losses`` and ``weights``; written.
+        block: columns that a program reads at a time.
+    """
+    with _on(logits):
+        _gradients_kernel[(logits.shape[0],)](
+            logits, labels, losses, weights, logits.shape[1], logits.stride(0), BLOCK=block, num_warps=NUM_WARPS
+        )
+
+
 def _on(tensor: Tensor) -> Any:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
@@ -111,9 +156,9 @@ def _backward(hidden: Tensor, *args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 def _forward_with_grads(hidden: Tensor, *args: Any, dtype: torch.dtype, **kwargs: Any) -> list[Tensor]:
-    has_kernels = hidden.dtype in DTYPES and dtype == torch.float32
-    kernels = {"reduce": reduce_rows, "differentiate": differentiate_} if has_kernels else {}
-    return cross_entropy.forward_with_grads(hidden, *args, dtype=dtype, **kernels, **kwargs)
+    has_kernel = hidden.dtype in DTYPES and dtype == torch.float32
+    make = gradients_ if has_kernel else cross_entropy.gradients_
+    return cross_entropy.forward_with_grads(hidden, *args, dtype=dtype, make=make, **kwargs)
 
 
 @cache

@@ -453,6 +453,24 @@ class Pair(nn.Module):
         return F.cross_entropy(logits, y), logits
 
 
+class Two(Pair):
+    """A mean and a sum, which both may get gradients."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        losses = F.cross_entropy(self.head(x), y, reduction="none")
+        return losses.mean(), losses.sum()
+
+
+def test_a_loss_with_two_tangents_computes_logits_again() -> None:
+    model, plain = pair(Two())
+    x, y = torch.randn(21, HIDDEN), torch.arange(21)
+    for network in (model, plain):
+        mean, total = network(x, y)
+        (mean + 0.1 * total).backward()
+    same_gradients(model, plain)
+    assert_in_pieces(model, again="come from 2 outputs")
+
+
 def test_logits_that_may_get_a_gradient_are_returned() -> None:
     model, plain = pair(Pair())
     x, y = torch.randn(9, HIDDEN), torch.arange(9)
@@ -743,16 +761,18 @@ def test_rows_of_pieces_begin_at_16_bytes(dtype: torch.dtype) -> None:
     """An odd number of classes: with kernels that are given strides, and not whole pieces."""
     seen = []
 
-    def reduce(logits: Tensor, *args: Any) -> None:
-        seen.append(logits.stride())
-        cross_entropy.reduce_rows(logits, *args)
+    def noting(function: Callable[..., None]) -> Callable[..., None]:
+        def call(logits: Tensor, *args: Any) -> None:
+            seen.append(logits.stride())
+            function(logits, *args)
+
+        return call
 
     wide = torch.promote_types(dtype, torch.float32)
     inputs = (torch.randn(9, 4, dtype=dtype), torch.randn(7, 4, dtype=dtype), None, torch.arange(9) % 7)
     options = {"dtype": wide, "rows": 4}
-    losses, _ = cross_entropy.forward(*inputs, **options, reduce=reduce)
-    again, *_ = cross_entropy.forward_with_grads(
-        *inputs, torch.ones(9, dtype=wide), **options, total=wide, wanted=[True, True, False], reduce=reduce
-    )
+    losses, _ = cross_entropy.forward(*inputs, **options, reduce=noting(cross_entropy.reduce_rows))
+    options |= {"total": wide, "wanted": [True, True, False], "make": noting(cross_entropy.gradients_)}
+    again, *_ = cross_entropy.forward_with_grads(*inputs, torch.ones(9, dtype=wide), **options)
     assert torch.equal(losses, again)
     assert set(seen) == {({2: 8, 4: 8, 8: 8}[dtype.itemsize], 1)}

@@ -308,6 +308,11 @@ def test_cross_entropy_of_numbers_that_are_not_finite(device: torch.device) -> N
     cross_entropy.reduce_rows(logits, labels.clamp(0, 129), want[0], want[1])
     torch.testing.assert_close(have[:, :4], want[:, :4], equal_nan=True)
     assert bool(have[0, 4:].isnan().all()) and bool(have[1, 4:].isfinite().all())
+    left, right, found = logits[:4].clone(), logits[:4].clone(), torch.empty(4, device=device)
+    cross_entropy_kernels.gradients_(left, labels[:4], found, torch.ones(4, device=device), block=64)
+    cross_entropy.differentiate_(right, labels[:4], want[1, :4], torch.ones(4, device=device), 0)
+    torch.testing.assert_close(found, want[0, :4], equal_nan=True)
+    torch.testing.assert_close(left, right, equal_nan=True)
 
 
 @loops
@@ -320,8 +325,7 @@ def test_linear_cross_entropy_makes_gradients_with_kernels(device: torch.device,
     weights = torch.linspace(0, 2, 13, device=device)
     losses, *grads = cross_entropy.forward_with_grads(
         *inputs, labels, weights, dtype=torch.float32, rows=5, total=torch.float32, wanted=[True, True, True],
-        reduce=partial(cross_entropy_kernels.reduce_rows, block=64),
-        differentiate=partial(cross_entropy_kernels.differentiate_, block=64),
+        make=partial(cross_entropy_kernels.gradients_, block=64),
     )  # fmt: skip
     exact = [t.to(torch.float64, copy=True).requires_grad_() for t in inputs]
     want = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*exact), labels, reduction="none")

@@ -72,6 +72,8 @@ for kind in ("fp32", "bf16"):
     types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", lse="*fp32", grad="*fp32", first="i32", num_columns="i32", stride="i32")
     for kernel in (cross_entropy._reduce_kernel, cross_entropy._differentiate_kernel):
         compile(kernel, types, dict(BLOCK=cross_entropy.BLOCK_COLUMNS), cross_entropy.NUM_WARPS)
+    types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", weights="*fp32", num_columns="i32", stride="i32")
+    compile(cross_entropy._gradients_kernel, types, dict(BLOCK=cross_entropy.BLOCK_COLUMNS), cross_entropy.NUM_WARPS)
 print("all wide")
 """
 
