@@ -33,10 +33,9 @@ Make = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 _BLOCK = 1 << 20
 
 
-def row_stride(columns: int, element_size: int) -> int:
-    """Numbers from one row of a piece to the next: rows begin at multiples of 16 bytes, which fast kernels of matmuls want."""
-    multiple = max(16 // element_size, 1)
-    return -(-columns // multiple) * multiple
+def row_stride(columns: int) -> int:
+    """Numbers from one row of a piece to the next, a multiple of 16: of 16 bytes for matmuls, of 16 numbers for wide loads."""
+    return -(-columns // 16) * 16
 
 
 def reduce_rows(logits: Tensor, labels: Tensor, losses: Tensor, lse: Tensor) -> None:
@@ -193,13 +192,13 @@ def forward_with_grads(
 
 def _memory(hidden: Tensor, rows: int, columns: int) -> Tensor:
     """Memory for a piece of logits."""
-    return hidden.new_empty(rows * row_stride(columns, hidden.element_size()))
+    return hidden.new_empty(rows * row_stride(columns))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor) -> Tensor:
     """Logits in the first part of ``memory``."""
     rows, columns = len(hidden), len(weight)
-    stride = row_stride(columns, hidden.element_size())
+    stride = row_stride(columns)
     out = memory[: rows * stride].view(rows, stride)[:, :columns]
     if bias is None:
         return torch.mm(hidden, weight.t(), out=out)

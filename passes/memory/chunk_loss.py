@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.divisions import Division, piece_size, whole_bytes
+from zcompile.analysis.divisions import Division, piece_size, rows_of_pieces, whole_bytes
 from zcompile.analysis.losses import Gradients, LinearLoss, linear_losses
 from zcompile.analysis.rows import replay, replay_backward
 from zcompile.analysis.tangents import Multiple, NoMultipleError, full, multiple_of_tangent
@@ -140,7 +140,7 @@ class ChunkLoss(JointPass):
     def _rewrite(self, loss: LinearLoss, multiple: Multiple | str, graph: Graph, stats: Stats) -> None:
         num_rows, num_columns = meta.tensor(loss.logits).shape
         size = meta.tensor(loss.logits).element_size()
-        rows = piece_size(num_rows, self._most_bytes // (num_columns * size))
+        rows = rows_of_pieces(loss, self._most_bytes)
         piece = rows * num_columns
         dead = {node for node in graph.body if not node.users}
         dropped = {Output(index) for index in loss.returned}

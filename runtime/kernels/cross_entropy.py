@@ -1,4 +1,7 @@
-"""What is done with a piece of logits, as Triton kernels; the plain-torch references are in ``zcompile.cross_entropy``."""
+"""What is done with a piece of logits, as Triton kernels; the plain-torch references are in ``zcompile.cross_entropy``.
+
+Rows may be apart. What lies between them is read and overwritten, and stands for nothing.
+"""
 # Triton's own types do not describe how kernels are launched or what they compute with.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
@@ -23,13 +26,17 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @triton.jit
-def _reduced(start, num_columns, BLOCK: tl.constexpr):  # pragma: no cover - runs on the device
-    """The largest logit of a row, and the log of the sum of exponentials relative to it, in which NaN stays: one read."""
+def _reduced(start, num_columns, stride, BLOCK: tl.constexpr):  # pragma: no cover - runs on the device
+    """The largest logit of a row, and the log of the sum of exponentials relative to it, in which NaN stays: one read.
+
+    What lies behind the columns is read and left out: loads are wide where a stride is a multiple of 16, for any number of columns.
+    """
     lanes = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num_columns, BLOCK):
-        value = tl.load(start + first + lanes, mask=first + lanes < num_columns, other=float("-inf")).to(tl.float32)
+        value = tl.load(start + first + lanes, mask=first + lanes < stride, other=0.0).to(tl.float32)
+        value = tl.where(first + lanes < num_columns, value, float("-inf"))
         new = tl.where(value > largest, value, largest)
         safe = tl.where(new == float("-inf"), 0.0, new)  # nothing but -inf so far
         total = total * tl.exp(largest - safe) + tl.exp(value - safe)
@@ -53,7 +60,7 @@ def _reduce_kernel(  # pragma: no cover - runs on the device
     """One program reduces one row."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
-    top, log_sum = _reduced(start, num_columns, BLOCK)
+    top, log_sum = _reduced(start, num_columns, stride, BLOCK)
     tl.store(losses + row, log_sum - (_picked(start, tl.load(labels + row), num_columns) - top))
     tl.store(lse + row, top + log_sum)
 
@@ -67,13 +74,13 @@ def _gradients_kernel(  # pragma: no cover - runs on the device
     start = logits + row.to(tl.int64) * stride
     label = tl.load(labels + row)
     scale = tl.load(weights + row)
-    top, log_sum = _reduced(start, num_columns, BLOCK)
+    top, log_sum = _reduced(start, num_columns, stride, BLOCK)
     tl.store(losses + row, log_sum - (_picked(start, label, num_columns) - top))
     tl.debug_barrier()  # all threads have read the label's logit before one of them writes it
     lse = top + log_sum
     lanes = tl.arange(0, BLOCK)
     for first in range(0, num_columns, BLOCK):
-        mask = first + lanes < num_columns
+        mask = first + lanes < stride
         value = tl.load(start + first + lanes, mask=mask, other=0.0).to(tl.float32)
         result = tl.exp(value - lse) * scale
         result -= tl.where(first + lanes == label, scale, 0.0)
@@ -82,13 +89,13 @@ def _gradients_kernel(  # pragma: no cover - runs on the device
 
 @triton.jit
 def _differentiate_kernel(  # pragma: no cover - runs on the device
-    logits, labels, lse, grad, first, num_columns, stride, BLOCK: tl.constexpr
+    logits, labels, lse, grad, first, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program differentiates one block of one row."""
     row = tl.program_id(0)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row.to(tl.int64) * stride + lanes
-    mask = lanes < num_columns
+    mask = lanes < stride
     scale = tl.load(grad + row)
     value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     result = tl.exp(value - tl.load(lse + row)) * scale
@@ -123,7 +130,7 @@ def differentiate_(
     grid = (logits.shape[0], triton.cdiv(logits.shape[1], block))
     with _on(logits):
         _differentiate_kernel[grid](
-            logits, labels, lse, grad, first, logits.shape[1], logits.stride(0), BLOCK=block, num_warps=NUM_WARPS
+            logits, labels, lse, grad, first, logits.stride(0), BLOCK=block, num_warps=NUM_WARPS
         )
 
 

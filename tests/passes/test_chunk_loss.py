@@ -28,8 +28,8 @@ from zcompile.ir.types import dtype_name
 from zcompile.planner.trace import trace
 
 ROWS, SEQ, HIDDEN, VOCAB = 3, 7, 6, 29
-#: 5 rows or 6 columns of logits in float32: neither divides what there is
-PIECE = f"{5 * VOCAB * 4 / 1024}KiB"
+#: 5 rows or 7 columns of logits in float32: neither divides what there is; rows are 32 apart
+PIECE = f"{5 * 32 * 4 / 1024}KiB"
 
 
 @dataclass
@@ -200,7 +200,7 @@ def same_gradients(model: nn.Module, plain: nn.Module, dtype: torch.dtype = torc
 def test_losses_and_gradients_are_those_of_plain_pytorch(name: str) -> None:
     form = FORMS[name]
     torch.manual_seed(0)
-    piece = PIECE if form.dtype.itemsize > 2 else f"{5 * VOCAB * 2 / 1024}KiB"
+    piece = PIECE if form.dtype.itemsize > 2 else f"{5 * 32 * 2 / 1024}KiB"
     model, plain = pair(Model(form), loss_chunk=piece)
     for call in range(2):
         have, want = model(labels(call)), plain(labels(call))
@@ -609,7 +609,7 @@ class Tall(nn.Module):
 @pytest.mark.parametrize("again", [False, True])
 def test_no_tensor_is_as_large_as_the_logits(again: bool) -> None:
     num_bytes = {}
-    for option in ("none", "48KiB"):
+    for option in ("none", "64KiB"):
         model, _ = pair(Tall(again), loss_chunk=option)
         tokens = torch.arange(512)
         model(tokens)  # captured here
@@ -617,7 +617,7 @@ def test_no_tensor_is_as_large_as_the_logits(again: bool) -> None:
             model(tokens).backward()
         num_bytes[option] = largest.num_bytes
     assert num_bytes["none"] == 512 * 600 * 4
-    assert 40 * 1024 < num_bytes["48KiB"] <= 48 * 1024
+    assert 56 * 1024 < num_bytes["64KiB"] <= 64 * 1024
 
 
 class Large(nn.Module):
@@ -659,8 +659,8 @@ def test_the_workspace_is_what_is_allocated() -> None:
     model(torch.arange(512))
     (forward,) = node_of(model.graphs.forward, ops.linear_cross_entropy)
     (backward,) = node_of(model.graphs.backward, ops.linear_cross_entropy_backward)
-    assert workspace_bytes(forward) == forward.kwargs["rows"] * 600 * 2 <= 48 * 1024
-    columns = cross_entropy.row_stride(backward.kwargs["columns"], 2)
+    assert workspace_bytes(forward) == forward.kwargs["rows"] * 608 * 2 <= 48 * 1024
+    columns = cross_entropy.row_stride(backward.kwargs["columns"])
     assert workspace_bytes(backward) == 512 * columns * 2 + 512 * 4 * 4 <= 48 * 1024 + 512 * 4 * 4
 
 
@@ -757,7 +757,7 @@ def test_no_rows_have_gradients_of_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_rows_of_pieces_begin_at_16_bytes(dtype: torch.dtype) -> None:
+def test_rows_of_pieces_begin_at_multiples_of_16(dtype: torch.dtype) -> None:
     """An odd number of classes: with kernels that are given strides, and not whole pieces."""
     seen = []
 
@@ -775,4 +775,4 @@ def test_rows_of_pieces_begin_at_16_bytes(dtype: torch.dtype) -> None:
     options |= {"total": wide, "wanted": [True, True, False], "make": noting(cross_entropy.gradients_)}
     again, *_ = cross_entropy.forward_with_grads(*inputs, torch.ones(9, dtype=wide), **options)
     assert torch.equal(losses, again)
-    assert set(seen) == {({2: 8, 4: 8, 8: 8}[dtype.itemsize], 1)}
+    assert set(seen) == {(16, 1)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zcompile.analysis.losses import LinearLoss
+from zcompile.cross_entropy import row_stride
 from zcompile.ir import meta
 
 #: the gradient of a weight in 16 bits may be added up over so many pieces: its error, beside eager's, becomes 1.4 times as large
@@ -40,10 +41,9 @@ class Division:
             may_grow: whether pieces may be larger: as large as the gradient of the weight, which exists twice when there is no piece
                 any more, and as large as makes them few. The sum is read and written with each.
         """
-        num_rows, num_columns = meta.tensor(loss.logits).shape
-        dtype = meta.tensor(loss.logits).dtype
+        num_rows, dtype = len(meta.tensor(loss.logits)), meta.tensor(loss.logits).dtype
         largest = max(most_bytes, _weight_bytes(loss)) if may_grow else most_bytes
-        rows = piece_size(num_rows, largest // (num_columns * dtype.itemsize))
+        rows = rows_of_pieces(loss, largest)
         wide = cls._of(loss, rows, torch.promote_types(dtype, torch.float32))
         few = max(rows, _aligned(math.ceil(num_rows / _FEW))) if may_grow else rows
         narrow = cls._of(loss, few, dtype)
@@ -57,6 +57,12 @@ class Division:
         end = summed + of_weight if total.itemsize > size else summed
         # backward has the gradient twice: it is alive until it was multiplied
         return cls(rows, total, max(summed + rows * logits.shape[1] * size, end, 2 * of_weight))
+
+
+def rows_of_pieces(loss: LinearLoss, most_bytes: int) -> int:
+    """Rows of the pieces of logits that take no more than ``most_bytes``."""
+    logits = meta.tensor(loss.logits)
+    return piece_size(len(logits), most_bytes // (row_stride(logits.shape[1]) * logits.element_size()))
 
 
 def whole_bytes(loss: LinearLoss) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from zcompile import cross_entropy, ops
+from zcompile import ops
+from zcompile.cross_entropy import row_stride
 from zcompile.ir import meta
 
 
@@ -16,18 +17,18 @@ def workspace_bytes(node: fx.Node) -> int:
     given: Any = node.kwargs
     if node.target is ops.linear_cross_entropy:
         num_rows, num_columns, size = _sizes(node)
-        return min(given["rows"], num_rows) * _stride(num_columns, size) * size
+        return min(given["rows"], num_rows) * row_stride(num_columns) * size
     if node.target is ops.linear_cross_entropy_backward:
         num_rows, num_columns, size = _sizes(node)
         hidden: Any = node.args[0]
         total = 4 * meta.tensor(hidden).numel() if given["wanted"][0] and size < 4 else 0
-        return num_rows * _stride(min(given["columns"], num_columns), size) * size + total
+        return num_rows * row_stride(min(given["columns"], num_columns)) * size + total
     if node.target is ops.linear_cross_entropy_with_grads:
         num_rows, num_columns, size = _sizes(node)
         result, total = _summed(node)
         num_biases = 4 * num_columns if given["wanted"][2] and size < 4 else 0
         # the sum, where it is not the result itself, with a piece; then with the result, which exists by then
-        piece = min(given["rows"], num_rows) * _stride(num_columns, size) * size
+        piece = min(given["rows"], num_rows) * row_stride(num_columns) * size
         return (max(piece - result, 0) + total if total > result else piece) + num_biases
     return 0
 
@@ -60,10 +61,6 @@ def _summed(node: fx.Node) -> tuple[int, int]:
     weight: Any = node.args[1]
     value = meta.tensor(weight)
     return meta.num_bytes(value), value.numel() * given["total"].itemsize
-
-
-def _stride(num_columns: int, size: int) -> int:
-    return cross_entropy.row_stride(num_columns, size)
 
 
 def _sizes(node: fx.Node) -> tuple[int, int, int]:
