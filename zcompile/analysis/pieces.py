@@ -49,7 +49,8 @@ def moved_bytes(node: fx.Node) -> tuple[int, int]:
             max(math.ceil(num_rows / given["rows"]) - 1, 0) * total
         )  # the sum is read and written with every further piece
         rounded = total if total > result else 0
-        return 2 * num_rows * num_columns * size + again + rounded, num_rows * num_columns * size + again + rounded
+        moved = num_rows * num_columns * size + again + rounded  # a row is read twice, the second time from a cache
+        return moved, moved
     return 0, 0
 
 
