@@ -45,9 +45,8 @@ def moved_bytes(node: fx.Node) -> tuple[int, int]:
     if node.target is ops.linear_cross_entropy_with_grads:
         num_rows, num_columns, size = _sizes(node)
         result, total = _summed(node)
-        again = (
-            max(math.ceil(num_rows / given["rows"]) - 1, 0) * total
-        )  # the sum is read and written with every further piece
+        # the sum is read and written with every further piece
+        again = max(math.ceil(num_rows / given["rows"]) - 1, 0) * total
         rounded = total if total > result else 0
         moved = num_rows * num_columns * size + again + rounded  # a row is read twice, the second time from a cache
         return moved, moved
