@@ -87,7 +87,7 @@ def chunk_loss(config: Config) -> tuple[ChunkLoss, ...]:
     if config.loss_chunk == "none":
         return ()
     size = config.loss_chunk_bytes
-    return (ChunkLoss(),) if size is None else (ChunkLoss(mib=size / MIB, columns=0, drop=True),)
+    return (ChunkLoss(),) if size is None else (ChunkLoss(mib=size / MIB, columns=0, drop=True, always=True),)
 
 
 def default_pipeline(config: Config, *, size: int, axis: str = "dp", gpu: str = "cuda") -> Pipeline:

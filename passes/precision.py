@@ -58,7 +58,7 @@ class Precision(JointPass):
                 made = value if value.op != "placeholder" else target.inputs[-1]
                 with target.fx.inserting_after(made):  # right there: a cast at the end would hold every reduction back
                     up = edit.call(target.fx, _CAST, (value, torch.float32), name=f"{value.name}_f32", like=value)
-                up.meta["partitioner_tag"] = "is_backward"
+                meta.set_backward(up)
                 outputs[index] = (up, role)
                 stats["gradients cast"] += 1
         target.set_outputs(outputs)

@@ -106,9 +106,10 @@ def compile(
             blocks, of which only what they hand on is saved. A budget for all tensors of a rank, such as ``"24GiB"`` or ``0.8`` of
             the device: as little as keeps the predicted peak under it. Random numbers are saved, never drawn again.
         loss_chunk: how the cross-entropy of a linear layer (a language model's head) is computed. ``"auto"``: from 32000 classes and
-            256 MiB of logits on in pieces of at most so much, where the model does not return the logits; the gradients recompute
-            them, one matmul more. A size such as ``"64MiB"``: in pieces of at most that for any number of classes, and logits that
-            the model returns beside the loss are None in training. ``"none"``, and None: as the model says.
+            256 MiB of logits on in pieces, with its gradients in forward, where that saves memory, the model does not return the
+            logits, and the losses become one scalar (their mean, sum, ...). A size such as ``"64MiB"``: in pieces of at most that
+            for any number of classes; logits that the model returns beside the loss are None in training; of other losses, and in
+            float16, gradients recompute logits, one matmul more. ``"none"``, and None: as the model says.
         offload: what is kept in the host's memory: ``"activations"``, ``"optimizer"`` (the states of ``zcompile.optim.AdamW``),
             ``"parameters"`` (shards and their gradients), or several, as a list or joined by ``+``. Options in braces:
             ``"activations{mib=4 lookahead=2}"``, ``"optimizer{step=cpu}"``.

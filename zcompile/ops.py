@@ -16,12 +16,15 @@ Operators take lists of tensors (one bucket), an axis name and the axis size; ne
 ==================  ==========================================================================================================
 
 A value on the host has the type that it had on the device; only ``zc.reload`` reads it, or the step returns it as ``offloaded``.
-Two operators are computation, and run inside regions. They take one device's whole tensors:
+Three operators are computation, and run inside regions. They take one device's whole tensors:
 
 ``zc.linear_cross_entropy``           the losses and log-sum-exps [T] of ``softmax(hidden @ weight.T + bias)`` at ``labels``, from hidden
                                       [T, H], weight [V, H], bias [V] or none, labels [T] in range: in ``dtype``, ``rows`` of them at a time
 ``zc.linear_cross_entropy_backward``  from the gradients [T] of the losses, those of hidden, weight and bias which are ``wanted``, in
                                       their dtypes: logits are computed again, ``columns`` of them at a time
+``zc.linear_cross_entropy_with_grads`` the losses [T] as above, then of ``sum(row_weights * losses)`` the gradients of hidden, weight and
+                                      bias which are ``wanted``, in their dtypes, that of weight added up over pieces in ``total``;
+                                      row_weights [T] in ``dtype``. It runs once, in forward: the split saves its results
 
 A reduction's ``dtype`` is at least as wide as what it reads, which is widened before it is summed; None: the tensors' own.
 
@@ -56,8 +59,13 @@ _LIB.define(
     "linear_cross_entropy_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor lse, Tensor grad, *, "
     "int columns, bool[3] wanted) -> Tensor[]"
 )
+_LIB.define(
+    "linear_cross_entropy_with_grads(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor row_weights, *, "
+    "ScalarType dtype, int rows, ScalarType total, bool[3] wanted) -> Tensor[]"
+)
 _LIB.impl("linear_cross_entropy", cross_entropy.forward, "CompositeExplicitAutograd")
 _LIB.impl("linear_cross_entropy_backward", cross_entropy.backward, "CompositeExplicitAutograd")
+_LIB.impl("linear_cross_entropy_with_grads", cross_entropy.forward_with_grads, "CompositeExplicitAutograd")
 
 
 def _unshard_fake(
@@ -115,6 +123,23 @@ def _linear_cross_entropy_backward_fake(
     return [hidden.new_empty(shape) for shape, is_wanted in zip(shapes, wanted, strict=True) if is_wanted]
 
 
+def _linear_cross_entropy_with_grads_fake(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    row_weights: Tensor,
+    *,
+    dtype: torch.dtype,
+    rows: int,
+    total: torch.dtype,
+    wanted: list[bool],
+) -> list[Tensor]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    grads = [hidden.new_empty(shape) for shape, is_wanted in zip(shapes, wanted, strict=True) if is_wanted]
+    return [hidden.new_empty(hidden.shape[0], dtype=dtype), *grads]
+
+
 for _name, _fake in {
     "unshard": _unshard_fake,
     "cast": _cast_fake,
@@ -127,6 +152,7 @@ for _name, _fake in {
     "release": _release_fake,
     "linear_cross_entropy": _linear_cross_entropy_fake,
     "linear_cross_entropy_backward": _linear_cross_entropy_backward_fake,
+    "linear_cross_entropy_with_grads": _linear_cross_entropy_with_grads_fake,
 }.items():
     torch.library.register_fake(f"zc::{_name}", _fake, lib=_LIB)
 
@@ -142,11 +168,14 @@ wait: Any = torch.ops.zc.wait.default
 release: Any = torch.ops.zc.release.default
 linear_cross_entropy: Any = torch.ops.zc.linear_cross_entropy.default
 linear_cross_entropy_backward: Any = torch.ops.zc.linear_cross_entropy_backward.default
+linear_cross_entropy_with_grads: Any = torch.ops.zc.linear_cross_entropy_with_grads.default
 
 #: The operators that start a collective; each result must be waited for exactly once.
 COLLECTIVES: frozenset[Any] = frozenset({all_gather, reduce_scatter, all_reduce})
 #: The operators that start a copy between the device and the host; each result must be waited for exactly once.
 TRANSFERS: frozenset[Any] = frozenset({offload, reload})
+#: The operators that make gradients in forward: what backward takes of them is saved, and never computed again.
+RUN_ONCE: frozenset[Any] = frozenset({linear_cross_entropy_with_grads})
 #: Every operator that the runtime gives its meaning; the others are computation.
 ALL: frozenset[Any] = COLLECTIVES | TRANSFERS | {unshard, cast, wait, release}
 

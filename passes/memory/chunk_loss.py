@@ -10,7 +10,10 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.losses import LinearLoss, linear_losses, replay, replay_backward
+from zcompile.analysis.divisions import Division, piece_size, rows_of_pieces, whole_bytes
+from zcompile.analysis.losses import Gradients, LinearLoss, linear_losses
+from zcompile.analysis.rows import replay, replay_backward
+from zcompile.analysis.tangents import Multiple, NoMultipleError, full, multiple_of_tangent
 from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
 from zcompile.ir import edit, meta
@@ -20,17 +23,17 @@ from zcompile.pipeline import JointPass, Stats
 
 _aten: Any = torch.ops.aten
 _CAST: Any = torch.ops.prims.convert_element_type.default
-#: rows and columns of pieces are multiples of this, where they are so many
-_ALIGNMENT = 64
 #: what stats of losses that are left alone begin with
 WHOLE = "losses computed whole"
+#: what stats of losses begin with whose logits are computed again in backward
+AGAIN = "logits computed again"
 #: what such a stat says where ``drop`` could change it
 LOGITS_RETURNED = "logits are returned as"
 
 
 @dataclass(frozen=True)
 class ChunkLoss(JointPass):
-    """Compute the cross-entropy of a linear layer in pieces of its rows, and its gradients in pieces of its columns.
+    """Compute the cross-entropy of a linear layer in pieces of its rows, and its gradients with it.
 
     Before and after, where nobody else reads ``%logits``, ``%x`` and what lies between::
 
@@ -42,27 +45,43 @@ class ChunkLoss(JointPass):
         %of_h: bf16[8192, 4096] = aten.mm(%of_logits, %w)
         %of_w: bf16[32000, 4096] = aten.mm(%of_logits_t, %h)
 
+        %losses: f32[8192], %h_grad: bf16[8192, 4096], %w_grad: bf16[32000, 4096] =
+            zc.linear_cross_entropy_with_grads(%h, %w, None, %labels, %row_weights,
+                                               dtype=f32, rows=4096, total=f32, wanted=[True, True, False])
+        ...
+        %of_h = ... %h_grad * %tangent ...
+        %of_w: bf16[32000, 4096] = aten.mul.Tensor(%w_grad, %tangent)
+
+    Which rows count and how they are weighed and added up stays in the graph as it is, in a number a row. That is linear and
+    homogeneous in the tangent of the one scalar that the losses become: ``%row_weights`` are the same operators, on 1 instead of the
+    tangent. As many products as without pieces; the gradients are alive from forward on instead of the logits.
+
+    Where that does not hold (a tangent for each row; weights that depend on the losses), or the gradients are float16, in which
+    those of a loss that is not scaled yet would underflow, backward computes the logits again, in pieces of columns. That costs a
+    fourth product::
+
         %losses: f32[8192], %lse: f32[8192] = zc.linear_cross_entropy(%h, %w, None, %labels, dtype=f32, rows=4096)
         ...
         %of_h: bf16[8192, 4096], %of_w: bf16[32000, 4096] =
             zc.linear_cross_entropy_backward(%h, %w, None, %labels, %lse, %grad, columns=16000, wanted=[True, True, False])
 
-    Which rows count and how they are weighed and added up stays in the graph as it is, in a number a row.
-
-    Exact but for rounding: the gradient of ``%h`` is added up over pieces, in float32 at least, and probabilities are not rounded to
-    a low precision where the model computed its softmax in one. Equal inputs give equal bits. Costs the matmul of logits once more
-    in backward; saves the logits and their gradients but for one piece.
+    Exact but for rounding: sums over pieces are taken in float32 at least, but for three pieces at most where that saves more than a
+    piece; probabilities are not rounded to a low precision where the model computed its softmax in one. Equal inputs give equal
+    bits.
 
     Attributes:
         mib: the most that a piece of logits may take, in MiB. Logits that are one piece are left alone.
         columns: linear layers with fewer columns are left alone.
         drop: leave out logits that the model returns beside the loss, where there is a backward; else nothing is done then.
+        always: whatever it costs: also with a fourth product, and where less than a piece is saved. Else such losses are left alone,
+            and pieces may be larger where that saves memory.
     """
 
     name: ClassVar[str] = "chunk-loss"
     mib: float = 256
     columns: int = 32000
     drop: bool = False
+    always: bool = False
 
     @property
     def exact(self) -> bool:
@@ -78,11 +97,16 @@ class ChunkLoss(JointPass):
                 f"mib is {self.mib} and columns is {self.columns}; mib must be positive, columns not negative"
             )
         for loss in linear_losses(target):
-            why = self._obstacle(loss, target)
+            multiple = _in_forward(loss)
+            why = self._obstacle(loss, target) or self._waste(loss, multiple)
             if why:
                 stats[f"{WHOLE}: {why}"] += 1
             else:
-                self._rewrite(loss, target, stats)
+                self._rewrite(loss, multiple, target, stats)
+
+    @property
+    def _most_bytes(self) -> int:
+        return int(self.mib * MIB)
 
     def _obstacle(self, loss: LinearLoss, graph: Graph) -> str:
         """Why a loss is left alone; empty if it is not."""
@@ -101,69 +125,119 @@ class ChunkLoss(JointPass):
             return f"{LOGITS_RETURNED} {names}, which may get a gradient"
         return ""
 
-    def _rewrite(self, loss: LinearLoss, graph: Graph, stats: Stats) -> None:
+    def _waste(self, loss: LinearLoss, multiple: Multiple | str) -> str:
+        """Why pieces of a loss are not worth what they cost; empty if they are."""
+        if self.always or loss.gradients is None:
+            return ""
+        if isinstance(multiple, str):
+            return f"{multiple}, so that logits would be computed again"
+        saved = whole_bytes(loss) - self._division(loss).num_bytes
+        return f"pieces save no more than {self.mib:g} MiB" if saved <= self.mib * MIB else ""
+
+    def _division(self, loss: LinearLoss) -> Division:
+        return Division.best(loss, self._most_bytes, may_grow=not self.always)
+
+    def _rewrite(self, loss: LinearLoss, multiple: Multiple | str, graph: Graph, stats: Stats) -> None:
         num_rows, num_columns = meta.tensor(loss.logits).shape
         size = meta.tensor(loss.logits).element_size()
-        rows = _piece(num_rows, int(self.mib * MIB) // (num_columns * size))
-        columns = _piece(num_columns, int(self.mib * MIB) // (num_rows * size))
+        rows = rows_of_pieces(loss, self._most_bytes)
+        piece = rows * num_columns
         dead = {node for node in graph.body if not node.users}
         dropped = {Output(index) for index in loss.returned}
         graph.set_outputs([(node, role) for node, role in graph.outputs if role not in dropped])
-        inputs = _write_forward(loss, graph.fx, rows)
-        if loss.gradients is not None:
-            _write_backward(loss, graph.fx, inputs, columns)
+        if isinstance(multiple, Multiple):
+            division = self._division(loss)
+            rows, piece = division.rows, division.rows * num_columns
+            _write_with_grads(loss, graph.fx, multiple, division)
+            stats["gradients made in forward"] += 1
+        elif loss.gradients is not None:
+            columns = piece_size(num_columns, self._most_bytes // (num_rows * size))
+            piece = max(piece, columns * num_rows)
+            _write_backward(loss, loss.gradients, graph.fx, _write_forward(loss, graph.fx, rows), columns)
+            stats[f"{AGAIN}: {multiple}"] += 1
+            stats["pieces of columns"] += math.ceil(num_columns / columns)
+        else:
+            _write_forward(loss, graph.fx, rows)
         edit.erase_dead(graph.fx, keep=lambda node: node in dead or is_random(node))
         stats["losses in pieces"] += 1
         stats["pieces of rows"] += math.ceil(num_rows / rows)
-        stats["pieces of columns"] += math.ceil(num_columns / columns)
         stats["bytes of logits"] += loss.num_bytes
-        stats["bytes of a piece"] += max(rows * num_columns, columns * num_rows) * size
+        stats["bytes of a piece"] += piece * size
         stats["outputs dropped"] += len(dropped)
 
 
-def _piece(total: int, most: int) -> int:
-    """The size of equal pieces of ``total``, the last one perhaps smaller, none larger than ``most``, if that is at least 1."""
-    most = max(most, 1)
-    size = math.ceil(total / math.ceil(total / most))
-    aligned = math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-    return aligned if aligned <= most else most - most % _ALIGNMENT or size
+def _in_forward(loss: LinearLoss) -> Multiple | str:
+    """The gradient of the losses, where forward can make all gradients but its tangent; else why not."""
+    if loss.gradients is None or loss.obstacle:
+        return "there is no backward"
+    if meta.tensor(loss.logits).dtype is torch.float16:
+        return "gradients in f16 may underflow before the loss is scaled"
+    try:
+        return multiple_of_tangent(loss.gradients.grad, without=loss.picked)
+    except NoMultipleError as reason:
+        return str(reason)
 
 
-def _write_forward(loss: LinearLoss, graph: fx.Graph, rows: int) -> tuple[fx.Node | None, ...]:
-    """The forward instead of the gather; returns what backward takes of it: hidden, weight, bias, labels, lse."""
-    picked, softmax_input = loss.picked, loss.softmax_input
-    num_rows = meta.tensor(loss.logits).shape[0]
+def _inputs(loss: LinearLoss, graph: fx.Graph) -> tuple[Any, ...]:
+    """Hidden states, weight, bias and labels, as the operators take them, written in front of the gather."""
+    picked = loss.picked
+    call = _caller(graph, picked)
+    weight, is_rows = loss.weight
+    if not is_rows:
+        weight = call(_aten.permute.default, weight, [1, 0])
+    labels: Any = picked.args[2]
+    if loss.is_sliced:
+        labels = replay_backward(loss.path, labels, call)  # label 0 where nobody reads the loss
+    labels = call(_aten.view.default, labels, [meta.tensor(loss.logits).shape[0]], name="labels")
+    return loss.hidden, weight, loss.bias, labels
 
-    def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return edit.call(graph, op, args, kwargs, like=picked)
 
-    with graph.inserting_before(picked):
-        weight, is_rows = loss.weight
-        if not is_rows:
-            weight = call(_aten.permute.default, weight, [1, 0])
-        labels: Any = loss.picked.args[2]
-        labels = (
-            replay_backward(loss.path, labels, call) if loss.is_sliced else labels
-        )  # label 0 where nobody reads the loss
-        labels = edit.call(graph, _aten.view.default, (labels, [num_rows]), name="labels", like=picked)
-        inputs = (loss.hidden, weight, loss.bias, labels)
-        both = edit.call(
-            graph,
-            ops.linear_cross_entropy,
-            inputs,
-            {"dtype": softmax_input.dtype, "rows": rows},
-            name="loss",
-            like=picked,
-        )
-        losses, lse = edit.unpack(graph, both, ("losses", "lse"))
-        result = call(_aten.neg.default, losses)
-        if loss.is_sliced:
-            result = replay(loss.path, call(_aten.view.default, result, [num_rows, 1]), call)
-        else:
-            result = call(_aten.view.default, result, list(meta.tensor(picked).shape))
-        if meta.tensor(result).dtype != meta.tensor(picked).dtype:
-            result = call(_CAST, result, meta.tensor(picked).dtype)
+def _caller(graph: fx.Graph, like: fx.Node, made: list[fx.Node] | None = None) -> Any:
+    """Calls operators at the insertion point; the nodes are added to ``made``."""
+
+    def call(op: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
+        node = edit.call(graph, op, args, kwargs, name=name, like=like)
+        if made is not None:
+            made.append(node)
+        return node
+
+    return call
+
+
+def _replace_picked(loss: LinearLoss, losses: fx.Node, call: Any) -> None:
+    """Let the readers of the gather read the losses."""
+    picked, num_rows = loss.picked, meta.tensor(loss.logits).shape[0]
+    result = call(_aten.neg.default, losses)
+    if loss.is_sliced:
+        result = replay(loss.path, call(_aten.view.default, result, [num_rows, 1]), call)
+    else:
+        result = call(_aten.view.default, result, list(meta.tensor(picked).shape))
+    if meta.tensor(result).dtype != meta.tensor(picked).dtype:
+        result = call(_CAST, result, meta.tensor(picked).dtype)
     picked.replace_all_uses_with(result)
+
+
+def _of_losses(loss: LinearLoss, gradients: Gradients, grad: fx.Node, graph: fx.Graph, call: Any, name: str) -> fx.Node:
+    """The gradient of what was picked as that of the losses, [rows], in the dtype that these are computed in."""
+    wide = loss.softmax_input.dtype
+    grad = _contiguous(grad, call)
+    if meta.tensor(grad).dtype != wide:
+        grad = call(_CAST, grad, wide)
+    if not gradients.negated:
+        grad = call(_aten.neg.default, grad)
+    if loss.is_sliced:
+        grad = replay(gradients.path, grad, call)
+    return call(_aten.view.default, grad, [meta.tensor(loss.logits).shape[0]], name=name)
+
+
+def _write_forward(loss: LinearLoss, graph: fx.Graph, rows: int) -> tuple[Any, ...]:
+    """The forward instead of the gather; returns what backward takes of it: hidden, weight, bias, labels, lse."""
+    with graph.inserting_before(loss.picked):
+        inputs = _inputs(loss, graph)
+        options = {"dtype": loss.softmax_input.dtype, "rows": rows}
+        both = edit.call(graph, ops.linear_cross_entropy, inputs, options, name="loss", like=loss.picked)
+        losses, lse = edit.unpack(graph, both, ("losses", "lse"))
+        _replace_picked(loss, losses, _caller(graph, loss.picked))
     return (*inputs, lse)
 
 
@@ -174,41 +248,88 @@ def _contiguous(value: Any, call: Any) -> fx.Node:
     return call(_aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
-def _write_backward(loss: LinearLoss, graph: fx.Graph, inputs: tuple[fx.Node | None, ...], columns: int) -> None:
+def _write_backward(
+    loss: LinearLoss, gradients: Gradients, graph: fx.Graph, inputs: tuple[Any, ...], columns: int
+) -> None:
     """The backward instead of the products that read the gradient of the logits."""
-    gradients = loss.gradients
-    assert gradients is not None
     end = gradients.path[-1]
     made: list[fx.Node] = []
-
-    def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made.append(edit.call(graph, op, args, kwargs, like=end))
-        return made[-1]
-
-    wide = loss.softmax_input.dtype
-    products = {"hidden": gradients.hidden, "weight": gradients.weight, "bias": gradients.bias}
-    found = {name: node for name, node in products.items() if node is not None}
+    found = gradients.products
     with graph.inserting_before(end.next):
-        grad = _contiguous(gradients.grad, call)
-        if meta.tensor(grad).dtype != wide:
-            grad = call(_CAST, grad, wide)
-        if not gradients.negated:
-            grad = call(_aten.neg.default, grad)
-        grad = replay(gradients.path, grad, call) if loss.is_sliced else grad
-        num_rows = meta.tensor(end).shape[0]
-        grad = edit.call(graph, _aten.view.default, (grad, [num_rows]), name="losses_grad", like=end)
-        options = {"columns": columns, "wanted": [node is not None for node in products.values()]}
+        call = _caller(graph, end, made)
+        grad = _of_losses(loss, gradients, gradients.grad, graph, call, "losses_grad")
+        options = {"columns": columns, "wanted": gradients.wanted}
         several = edit.call(
             graph, ops.linear_cross_entropy_backward, (*inputs, grad), options, name="loss_grads", like=end
         )
         results = edit.unpack(graph, several, [f"{name}_grad" for name in found])
-        made += [grad, several, *results]
-        for (name, product), result in zip(found.items(), results, strict=True):
-            if name == "weight" and gradients.transposed:
-                result = call(_aten.permute.default, result, [1, 0])
-                result = call(_aten.clone.default, result, memory_format=torch.contiguous_format)
-            elif name == "bias":
-                result = call(_aten.view.default, result, [1, -1])
-            product.replace_all_uses_with(result)
+        made += [several, *results]
+        _replace_products(gradients, results, call)
     for node in made:
-        node.meta["partitioner_tag"] = "is_backward"
+        meta.set_backward(node)
+
+
+def _replace_products(gradients: Gradients, results: list[fx.Node], call: Any) -> None:
+    """Let the readers of the products read the gradients that there are instead."""
+    for (name, product), result in zip(gradients.products.items(), results, strict=True):
+        if name == "weight" and gradients.transposed:
+            result = call(_aten.permute.default, result, [1, 0])
+            result = call(_aten.clone.default, result, memory_format=torch.contiguous_format)
+        elif name == "bias":
+            result = call(_aten.view.default, result, [1, -1])
+        product.replace_all_uses_with(result)
+
+
+def _write_with_grads(loss: LinearLoss, graph: fx.Graph, multiple: Multiple, division: Division) -> None:
+    """Losses and gradients instead of the gather; in backward these times the tangent, instead of the products."""
+    gradients, picked = loss.gradients, loss.picked
+    assert gradients is not None
+    found = gradients.products
+    with graph.inserting_before(picked):
+        call = _caller(graph, picked)
+        inputs = _inputs(loss, graph)
+        factor = multiple.write_factor(graph, picked, call)
+        weights = _of_losses(loss, gradients, factor, graph, call, "row_weights")
+        options = {
+            "dtype": loss.softmax_input.dtype,
+            "rows": division.rows,
+            "total": division.total,
+            "wanted": gradients.wanted,
+        }
+        several = edit.call(
+            graph, ops.linear_cross_entropy_with_grads, (*inputs, weights), options, name="loss", like=picked
+        )
+        names = ("losses", *(f"{name}_grad" for name in found))
+        losses, *of_unit = edit.unpack(graph, several, names)
+        _replace_picked(loss, losses, call)
+    end = gradients.path[-1]
+    made: list[fx.Node] = []
+    with graph.inserting_before(end.next):
+        call = _caller(graph, end, made)
+        scales = _scales(graph, multiple.tangent, weights, call, made)
+        results = [_scaled(node, *scales, name, call) for name, node in zip(found, of_unit, strict=True)]
+        _replace_products(gradients, results, call)
+    for node in made:
+        meta.set_backward(node)
+
+
+def _scales(
+    graph: fx.Graph, tangent: fx.Node, weights: fx.Node, call: Any, made: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """By what gradients of rows, and sums over rows, are multiplied: [rows, 1] and [].
+
+    The tangent; 0 for rows without weight. A loss that is divided by the number of rows that count has an infinite tangent
+    where none does, and gradients of 0 all the same.
+    """
+    tangent = call(_aten.view.default, tangent, []) if meta.tensor(tangent).dim() else tangent
+    made.append(zero := full(graph, tangent, 0))
+    counts = call(_aten.ne.Scalar, weights, 0)
+    of_rows = call(_aten.where.self, call(_aten.unsqueeze.default, counts, 1), tangent, zero)
+    return of_rows, call(_aten.where.self, call(_aten.any.default, counts), tangent, zero)
+
+
+def _scaled(of_unit: fx.Node, of_rows: fx.Node, of_sums: fx.Node, name: str, call: Any) -> fx.Node:
+    """A gradient for a tangent of 1 times the tangent."""
+    result = call(_aten.mul.Tensor, of_unit, of_rows if name == "hidden" else of_sums)
+    dtype = meta.tensor(of_unit).dtype
+    return result if meta.tensor(result).dtype == dtype else call(_CAST, result, dtype)

@@ -13,7 +13,7 @@ from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import Graph
-from zcompile.ir.operators import is_random
+from zcompile.ir.operators import runs_once
 from zcompile.pipeline import JointPass, Stats
 
 MODES = ("full", "selective", "budget")
@@ -34,8 +34,8 @@ class Recompute(JointPass):
         %y: f32[8, 8] = aten.mm(%a, %w2) !save
 
     What one block hands to the next is saved, where one tensor does if there is such a place. What drew random numbers is saved,
-    too: it is never drawn again. A block with a user's own checkpoints is left as it is. Exact: the same operators run again.
-    Costs their time in backward.
+    too: it is never drawn again; so are gradients that forward makes. A block with a user's own checkpoints is left as it is. Exact:
+    the same operators run again. Costs their time in backward.
 
     Attributes:
         mode: ``full`` saves what blocks hand on, and nothing else; ``selective`` also results of matmuls, attention and convolutions;
@@ -86,7 +86,7 @@ def _ladders(blocks: list[Block], forward: set[fx.Node]) -> list[list[Saving]]:
 def _tag(block: Block, saved: set[fx.Node]) -> None:
     """Tell the split. A result of an operator with several is saved by tagging the operator."""
     saved = {calls.source(node) if edit.is_getitem(node) else node for node in saved}
-    saved |= {node for node in block.nodes if is_random(node)}
+    saved |= {node for node in block.nodes if runs_once(node)}
     for node in block.nodes:
         if node in saved:
             meta.set_saved(node)

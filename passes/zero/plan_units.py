@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
+from zcompile.analysis.blocks import storage
 from zcompile.analysis.chains import param_chains
 from zcompile.analysis.units import MIB, needed_units, params_by_first_use, plan_units
 from zcompile.errors import PassError
 from zcompile.ir import calls, edit, meta
-from zcompile.ir.graph import Graph, Param, Step, with_unit
+from zcompile.ir.graph import Grad, Graph, Param, Saved, Step, with_unit
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
+
+_MUL: Any = torch.ops.aten.mul.Tensor
 
 
 @dataclass(frozen=True)
 class PlanUnits(StepPass):
     """Fix units and regions, before anything is scheduled.
 
-    A region ends where the next unit is first needed; what belongs to which region never changes afterwards, so every
-    schedule computes the same bits. Parameter chains move to (and are copied into) the regions that read them.
+    A region ends where the next unit is first needed, and where the first is, if gradients that forward made are ready before: their
+    reduction need not wait. What belongs to which region never changes afterwards, so every schedule computes the same bits.
+    Parameter chains move to (and are copied into) the regions that read them.
 
     Before and after::
 
@@ -62,8 +67,10 @@ class PlanUnits(StepPass):
 def _cut_regions(graph: Graph, stats: Stats) -> int:
     """Give every compute node its region; returns how many there are."""
     chains = param_chains(graph.fx)
+    made = {storage(node) for node, role in graph.outputs if isinstance(role, Grad)}
+    made = {node for node in made if _is_multiple_of_saved(node)}
     seen: set[str] = set()
-    index = 0
+    index, is_ready = 0, False
     for node in graph.body:
         if node in chains:
             continue
@@ -71,13 +78,20 @@ def _cut_regions(graph: Graph, stats: Stats) -> int:
             meta.set_region(node, _known(calls.source(node)))
             continue
         new = [u for u in needed_units(node, chains) if u not in seen]
-        if new and seen:
+        if new and (seen or is_ready):
             index += 1
         seen.update(new)
+        is_ready |= node in made
         meta.set_region(node, index)
     stats["nodes moved to their readers"] += _sink_preludes(graph, chains)
     _sink_chains(graph, chains, stats)
     return index + 1 if graph.body else 0
+
+
+def _is_multiple_of_saved(node: fx.Node) -> bool:
+    """Whether a gradient is what forward made of it, times a factor."""
+    source = node.args[0] if node.target is _MUL else None
+    return isinstance(source, fx.Node) and isinstance(meta.origin(source), Saved)
 
 
 def _sink_preludes(graph: Graph, chains: Collection[fx.Node]) -> int:

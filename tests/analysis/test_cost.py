@@ -116,6 +116,25 @@ def test_matmuls_bound_groups_and_elementwise_values_are_computed_where_they_are
     assert found[0].cost.flops == {"f32": 2.0 * 8**3}
 
 
+@pytest.mark.parametrize(("total", "wanted"), [("f32", "[True, True, False]"), ("bf16", "[True, False, False]")])
+def test_a_loss_in_pieces_makes_its_gradients_in_three_products(total: str, wanted: str) -> None:
+    """12 rows in pieces of 5: logits are read and written; the sum in float32 is written by a product, added to twice, and rounded."""
+    grads = "%h: bf16[12, 8], %w: bf16[40, 8]" if "True, True" in wanted else "%h: bf16[12, 8]"
+    found = region_kernels(
+        region(
+            "%a0: bf16[12, 8], %a1: bf16[40, 8], %a2: i64[12], %a3: f32[12]",
+            f"%losses: f32[12], {grads} = zc.linear_cross_entropy_with_grads(%a0, %a1, None, %a2, %a3, dtype=f32, rows=5, "
+            f"total={total}, wanted={wanted})",
+            "%losses, %h",
+        )
+    )
+    assert [k.kind for k in found] == ["matmul", "memory"]
+    products, summed = (3, 40 * 8 * 4) if "True, True" in wanted else (2, 0)
+    assert found[0].cost.flops == {"bf16": products * 2.0 * 12 * 8 * 40}
+    logits = 12 * 40 * 2
+    assert found[1].cost.bytes_read == found[1].cost.bytes_written == logits + 3 * summed
+
+
 def test_views_and_constants_cost_nothing() -> None:
     found = region_kernels(
         region(

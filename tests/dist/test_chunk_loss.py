@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import zcompile
 from tests.dist.models import Case, Deep, own_batch
 from tests.dist.pool import Pools
 from tests.dist.training import full_gradients, this_rank, world_size
+from zcompile import ops
 
 pytestmark = pytest.mark.dist
 
@@ -27,19 +31,60 @@ class Tied(Deep):
         self.head.weight = self.embed.weight
 
 
-CASES = {"deep": Case(lambda: Deep(layers=1), own_batch), "tied": Case(Tied, own_batch)}
+class Frozen(Deep):
+    """Nobody wants the gradients of its head."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.head.requires_grad_(False)
 
 
-def gradients(name: str, **options: Any) -> tuple[dict[str, torch.Tensor], list[float], Any]:
+class WideLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(self.weight.dtype))
+
+
+class Wide(Deep):
+    """Its head computes in the dtype of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.head = WideLinear(self.head.in_features, self.head.out_features)
+
+
+class Squares(Deep):
+    """Its loss depends on the losses of rows in a way that only backward knows."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(tokens, labels)["logits"]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return {"loss": losses.square().mean(), "logits": logits}
+
+
+CASES = {
+    "deep": Case(lambda: Deep(layers=1), own_batch),
+    "tied": Case(Tied, own_batch),
+    "frozen": Case(Frozen, own_batch),
+    "squares": Case(Squares, own_batch),
+    "wide": Case(Wide, own_batch),
+}
+
+
+def gradients(name: str, no_sync: bool = False, **options: Any) -> tuple[dict[str, torch.Tensor], list[float], Any]:
     """Gradients after a window of backward calls, and this rank's losses."""
     case = CASES[name]
-    model = zcompile.compile(case.build(), **{"backend": "eager", "gradient_accumulation_steps": WINDOW, **options})
+    options = {"gradient_accumulation_steps": 1 if no_sync else WINDOW, "backend": "eager", **options}
+    model = zcompile.compile(case.build(), **options)
     losses = []
     for step in range(WINDOW):
-        loss = model(**case.data(step, this_rank()))["loss"]
-        loss.backward()
+        with model.no_sync() if no_sync and step + 1 < WINDOW else contextlib.nullcontext():
+            loss = model(**case.data(step, this_rank()))["loss"]
+            (loss * (step + 1)).backward()
         losses.append(loss.item())
-    return full_gradients(model), losses, model
+    return {n: g for n, g in full_gradients(model).items() if g is not None}, losses, model
 
 
 def plain_gradients(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -49,17 +94,19 @@ def plain_gradients(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     for step in range(WINDOW):
         for rank in range(world_size()):
             loss = model(**case.data(step, rank))["loss"]
-            (loss / world_size()).backward()
+            (loss * (step + 1) / world_size()).backward()
             losses += [loss.item()] if rank == this_rank() else []
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, losses
 
 
-def agree(name: str, stage: int, precision: str | None = None, backend: str = "eager") -> None:
+def agree(name: str, stage: int, precision: str | None = None, **options: Any) -> None:
     """In float32 beside plain PyTorch; in low precision beside the same without pieces."""
-    options = {"stage": stage, "precision": precision, "backend": backend}
+    options = {"stage": stage, "precision": precision, **options}
     have, losses, model = gradients(name, loss_chunk=PIECE[precision], **options)
     stats = model.history["chunk-loss"].stats
-    assert stats["losses in pieces"] == 1 and stats["pieces of rows"] > 2 and stats["pieces of columns"] > 2, str(stats)
+    assert stats["losses in pieces"] == 1 and stats["pieces of rows"] > 2, str(stats)
+    in_forward = name != "squares"
+    assert stats["gradients made in forward"] == in_forward and (stats["pieces of columns"] > 2) == (not in_forward)
     if precision is None:
         want, want_losses = plain_gradients(name)
     else:
@@ -78,15 +125,42 @@ def test_gradients_are_those_of_plain_pytorch(ranks: Pools, stage: int) -> None:
     ranks(2, agree, name="deep", stage=stage)
 
 
-def test_tied_weights_get_both_gradients(ranks: Pools) -> None:
-    ranks(2, agree, name="tied", stage=3)
+@pytest.mark.parametrize(("name", "stage"), [("tied", 1), ("tied", 3), ("frozen", 2), ("squares", 3)])
+def test_other_heads(ranks: Pools, name: str, stage: int) -> None:
+    """Tied weights get both gradients; those that nobody wants are not made; logits may be computed again."""
+    ranks(2, agree, name=name, stage=stage)
 
 
-def test_low_precision_is_that_of_the_whole_loss(ranks: Pools) -> None:
-    ranks(2, agree, name="deep", stage=3, precision="bf16")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_that_are_kept_local_until_the_last_call(ranks: Pools, stage: int) -> None:
+    ranks(2, agree, name="deep", stage=stage, no_sync=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_fp32": ("head.*",)}, {"reduce_dtype": "bf16"}])
+def test_low_precision_is_that_of_the_whole_loss(ranks: Pools, options: dict[str, Any]) -> None:
+    ranks(2, agree, name="wide" if "keep_fp32" in options else "deep", stage=3, precision="bf16", **options)
+
+
+def reduced_at_once(layers: int) -> None:
+    """Beside the head's nothing is computed before its reduction can start: no product, and no gather."""
+    model = zcompile.compile(
+        Deep(layers), stage=3, backend="eager", loss_chunk=PIECE[None], policy="keep{units=0},bucket{mib=0},prefetch"
+    )
+    model(**own_batch(torch.Generator().manual_seed(0)))["loss"].backward()
+    calls = [node.target for node in model.graphs.backward.body]
+    start = calls.index(ops.reduce_scatter)
+    (first,) = [node for node in model.graphs.backward.body[:start] if node.target is ops.region_call]
+    region = model.graphs.backward.regions[first.args[0]]
+    assert "aten.mm" not in str([str(node.target) for node in region.fx.nodes])
+    assert "head" in model.graphs.backward.body[start].name
+
+
+def test_the_gradient_of_the_head_is_reduced_first(ranks: Pools) -> None:
+    ranks(2, reduced_at_once, layers=2)
 
 
 @pytest.mark.slow
 @pytest.mark.wide
-def test_regions_call_the_operators_when_compiled(ranks: Pools) -> None:
-    ranks(2, agree, name="deep", stage=3, backend="inductor", limit=300.0)
+@pytest.mark.parametrize("name", ["deep", "squares"])
+def test_regions_call_the_operators_when_compiled(ranks: Pools, name: str) -> None:
+    ranks(2, agree, name=name, stage=3, backend="inductor", limit=300.0)

@@ -68,6 +68,7 @@ def test_states_and_gathered_bytes_are_predicted_exactly(ranks: Pools, world: in
         ("llama_tied", 3, {"precision": "bf16"}),
         ("llama", 2, {"precision": "bf16", "reduce_dtype": "bf16"}),
         ("mlp", 3, {}),
+        ("deep", 3, {"loss_chunk": "0.4KiB"}),
         ("hf_llama", 3, {"precision": "bf16", "policy": "keep{units=2},bucket{mib=0},prefetch{lookahead=2}"}),
     ],
 )

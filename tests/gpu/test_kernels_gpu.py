@@ -91,12 +91,12 @@ def test_a_captured_launch_takes_new_numbers(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_cross_entropy_in_pieces(device: torch.device, dtype: torch.dtype, bias: bool) -> None:
-    """The operators with their kernels, whose products are added up in float32, beside float64 on the same numbers."""
+    """The operators with their kernels, whose products are added up in float32, beside float64; an odd number of classes."""
     library = cross_entropy_kernels.register()
     assert library is cross_entropy_kernels.register()
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, offsets = (torch.randn(shape, generator=generator) for shape in ((300, 64), (1000, 64), (1000,)))
-    labels = torch.randint(1000, (300,), generator=generator).to(device)
+    hidden, weight, offsets = (torch.randn(shape, generator=generator) for shape in ((300, 64), (1001, 64), (1001,)))
+    labels = torch.randint(1001, (300,), generator=generator).to(device)
     grad = torch.rand(300, generator=generator).to(device)
     inputs = [t.to(device, dtype) for t in (hidden, weight, *([offsets] if bias else []))]
     exact = [t.to(torch.float64, copy=True).requires_grad_() for t in inputs]
@@ -111,9 +111,17 @@ def test_linear_cross_entropy_in_pieces(device: torch.device, dtype: torch.dtype
     torch.testing.assert_close(losses.double(), want.detach(), rtol=slack, atol=slack * float(want.detach().max()))
     found = ops.linear_cross_entropy_backward(*given, lse, grad.to(wide), columns=384, wanted=[True, True, bias])
     assert len(found) == len(exact)
-    for have, leaf in zip(found, exact, strict=True):
-        assert have.dtype == dtype
-        torch.testing.assert_close(have.double(), leaf.grad, rtol=slack, atol=slack * float(leaf.grad.abs().max()))
+    made = {
+        total: ops.linear_cross_entropy_with_grads(
+            *given, grad.to(wide), dtype=wide, rows=128, total=total, wanted=[True, True, bias]
+        )
+        for total in {dtype, wide}
+    }
+    assert all(torch.equal(losses, same) for same, *_ in made.values())
+    for several in (found, *(grads for _, *grads in made.values())):
+        for have, leaf in zip(several, exact, strict=True):
+            assert have.dtype == dtype
+            torch.testing.assert_close(have.double(), leaf.grad, rtol=slack, atol=slack * float(leaf.grad.abs().max()))
 
 
 def test_linear_cross_entropy_is_captured_in_a_cuda_graph(device: torch.device) -> None:
@@ -128,6 +136,17 @@ def test_linear_cross_entropy_is_captured_in_a_cuda_graph(device: torch.device) 
             losses,
             *ops.linear_cross_entropy_backward(
                 hidden, weight, None, labels, lse, grad, columns=128, wanted=[True, True, False]
+            ),
+            *ops.linear_cross_entropy_with_grads(
+                hidden,
+                weight,
+                None,
+                labels,
+                grad,
+                dtype=torch.float32,
+                rows=64,
+                total=torch.float32,
+                wanted=[True, True, False],
             ),
         ]
 

@@ -42,7 +42,8 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (list, tuple)) else [out]:
-            self.watch(tensor)
+            if isinstance(tensor, Tensor):
+                self.watch(tensor)
         self.peak = max(self.peak, self.live)
         return out
 

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -278,12 +279,15 @@ def logits_and_labels(device: torch.device, rows: int, columns: int, dtype: torc
 @pytest.mark.parametrize("columns", [1, 63, 64, 65, 200])
 def test_cross_entropy_of_odd_sizes(device: torch.device, columns: int, dtype: torch.dtype) -> None:
     logits, labels = logits_and_labels(device, 5, columns, dtype)
+    padded = torch.full((5, columns + 3), math.nan, dtype=dtype, device=device)[:, :columns].copy_(
+        logits
+    )  # rows are apart
     have, want = torch.empty(2, 5, device=device), torch.empty(2, 5, dtype=torch.float64, device=device)
-    cross_entropy_kernels.reduce_rows(logits, labels, have[0], have[1], block=64)
+    cross_entropy_kernels.reduce_rows(padded, labels, have[0], have[1], block=64)
     cross_entropy.reduce_rows(logits, labels, want[0], want[1])
     torch.testing.assert_close(have.double(), want, rtol=1e-5, atol=1e-5)
     grad = torch.linspace(-1, 2, 5, device=device)
-    left, right = logits.clone(), logits.double()
+    left, right = padded, logits.double()
     cross_entropy_kernels.differentiate_(left, labels + 7, have[1], grad, 7, block=64)
     cross_entropy.differentiate_(right, labels + 7, want[1], grad.double(), 7)
     slack = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]  # the interpreter cuts bits off
@@ -304,3 +308,29 @@ def test_cross_entropy_of_numbers_that_are_not_finite(device: torch.device) -> N
     cross_entropy.reduce_rows(logits, labels.clamp(0, 129), want[0], want[1])
     torch.testing.assert_close(have[:, :4], want[:, :4], equal_nan=True)
     assert bool(have[0, 4:].isnan().all()) and bool(have[1, 4:].isfinite().all())
+    left, right, found = logits[:4].clone(), logits[:4].clone(), torch.empty(4, device=device)
+    cross_entropy_kernels.gradients_(left, labels[:4], found, torch.ones(4, device=device), block=64)
+    cross_entropy.differentiate_(right, labels[:4], want[1, :4], torch.ones(4, device=device), 0)
+    torch.testing.assert_close(found, want[0, :4], equal_nan=True)
+    torch.testing.assert_close(left, right, equal_nan=True)
+
+
+@loops
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_cross_entropy_makes_gradients_with_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Of rows with weights, of which one is 0, in pieces that do not divide them, with an odd number of classes."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in ((13, 8), (67, 8), (67,))]
+    labels = torch.randint(67, (13,), generator=generator).to(device)
+    weights = torch.linspace(0, 2, 13, device=device)
+    losses, *grads = cross_entropy.forward_with_grads(
+        *inputs, labels, weights, dtype=torch.float32, rows=5, total=torch.float32, wanted=[True, True, True],
+        make=partial(cross_entropy_kernels.gradients_, block=64),
+    )  # fmt: skip
+    exact = [t.to(torch.float64, copy=True).requires_grad_() for t in inputs]
+    want = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*exact), labels, reduction="none")
+    want.backward(weights.double())
+    slack = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(losses.double(), want.detach(), rtol=slack, atol=slack)
+    for have, leaf in zip(grads, exact, strict=True):
+        torch.testing.assert_close(have.double(), leaf.grad, rtol=slack, atol=slack * float(leaf.grad.abs().max()))

@@ -43,10 +43,10 @@ from triton.compiler import ASTSource
 from zcompile.runtime.kernels.adamw import _adamw_kernel, BLOCK_ELEMENTS, NUM_WARPS
 from zcompile.runtime.kernels import cross_entropy, sumsq
 
-def compile(kernel, types, constants, num_warps):
+def compile(kernel, types, constants, num_warps, odd=()):
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i" and name not in odd}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
 
@@ -68,10 +68,15 @@ for kind, size in (("fp32", 4), ("bf16", 2)):
     types = dict(memory=f"*{kind}", partial="*fp32", bad="*i32", numel="i64")
     ptx = compile(sumsq._partial_kernel, types, dict(BLOCK=sumsq.BLOCK_ELEMENTS, NUM_BLOCKS=5), sumsq.NUM_WARPS)
     assert wide(ptx, "ld") and not re.search(r"ld\\.global(?![.:\\w]*v4)", ptx), "only wide loads"
-for kind in ("fp32", "bf16"):
-    types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", lse="*fp32", grad="*fp32", first="i32", num_columns="i32")
-    for kernel in (cross_entropy._reduce_kernel, cross_entropy._differentiate_kernel):
-        compile(kernel, types, dict(BLOCK=cross_entropy.BLOCK_COLUMNS), cross_entropy.NUM_WARPS)
+for kind, size in (("fp32", 4), ("bf16", 2)):  # any number of columns: rows begin at multiples of 16
+    types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", lse="*fp32", grad="*fp32", weights="*fp32")
+    types |= dict(first="i32", num_columns="i32", stride="i32")
+    each = cross_entropy.BLOCK_COLUMNS // (32 * cross_entropy.NUM_WARPS) * size // 16
+    kernels = {cross_entropy._reduce_kernel: (1, 0), cross_entropy._differentiate_kernel: (1, 1), cross_entropy._gradients_kernel: (2, 1)}
+    for kernel, times in kernels.items():
+        constants = dict(BLOCK=cross_entropy.BLOCK_COLUMNS)
+        ptx = compile(kernel, types, constants, cross_entropy.NUM_WARPS, odd=("num_columns", "first"))
+        assert (wide(ptx, "ld"), wide(ptx, "st")) == tuple(each * n for n in times), (kernel, kind, wide(ptx, "ld"), wide(ptx, "st"))
 print("all wide")
 """
 

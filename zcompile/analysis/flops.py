@@ -39,11 +39,13 @@ def node_flops(node: fx.Node) -> float:
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=meta.value(node)))
 
 
-_LINEAR_CROSS_ENTROPY = frozenset({ops.linear_cross_entropy, ops.linear_cross_entropy_backward})
+_LINEAR_CROSS_ENTROPY = frozenset(
+    {ops.linear_cross_entropy, ops.linear_cross_entropy_backward, ops.linear_cross_entropy_with_grads}
+)
 
 
 def _linear_cross_entropy_flops(given: dict[str, Any]) -> float:
-    """The matmul of the logits; in backward once more, and those of the gradients that are wanted."""
+    """The matmul of the logits, in backward once more; and those of the gradients that are wanted."""
     matmul = 2.0 * given["hidden"].numel() * given["weight"].shape[0]
     return matmul * (1 + sum(given["wanted"][:2]) if "wanted" in given else 1)
 

@@ -16,7 +16,6 @@ Everything between ``logits`` and the gradients is as large as the logits. A mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +34,7 @@ from zcompile.analysis.matching import (
     same_labels,
     same_value,
 )
+from zcompile.analysis.rows import CLONE, SLICE, SLICE_SCATTER, VIEWS, is_of_rows, replay
 from zcompile.ir import meta
 from zcompile.ir.graph import Graph, Output, output_node
 from zcompile.ir.operators import operator_name
@@ -42,10 +42,8 @@ from zcompile.ir.operators import operator_name
 _aten: Any = torch.ops.aten
 _CAST: Any = torch.ops.prims.convert_element_type.default
 _IOTA: Any = torch.ops.prims.iota.default
-_VIEW, _MM, _ADDMM = _aten.view.default, _aten.mm.default, _aten.addmm.default
-_PERMUTE, _SUM, _CLONE = _aten.permute.default, _aten.sum.dim_IntList, _aten.clone.default
-_SLICE, _SLICE_SCATTER = _aten.slice.Tensor, _aten.slice_scatter.default
-_VIEWS = (_VIEW, _aten._unsafe_view.default, _aten.alias.default)
+_MM, _ADDMM = _aten.mm.default, _aten.addmm.default
+_PERMUTE, _SUM = _aten.permute.default, _aten.sum.dim_IntList
 
 
 @dataclass
@@ -70,6 +68,17 @@ class Gradients:
     weight: fx.Node | None = None
     bias: fx.Node | None = None
     transposed: bool = False
+
+    @property
+    def products(self) -> dict[str, fx.Node]:
+        """Those that there are, by name, in this order: hidden, weight, bias."""
+        several = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        return {name: node for name, node in several.items() if node is not None}
+
+    @property
+    def wanted(self) -> list[bool]:
+        """Which of the three there are."""
+        return [name in self.products for name in ("hidden", "weight", "bias")]
 
 
 @dataclass
@@ -117,7 +126,7 @@ class LinearLoss:
     @property
     def is_sliced(self) -> bool:
         """Whether the softmax leaves rows of the logits out."""
-        return any(node.target is _SLICE for node in self.path)
+        return any(node.target is SLICE for node in self.path)
 
     @property
     def num_bytes(self) -> int:
@@ -143,35 +152,6 @@ def linear_losses(graph: Graph) -> list[LinearLoss]:
     return found
 
 
-def replay(path: Iterable[fx.Node], value: Any, call: Callable[..., Any]) -> Any:
-    """Do with one column what a path does with all of them.
-
-    Args:
-        path: nodes of ``LinearLoss.path`` or ``Gradients.path``.
-        value: a node or a tensor, of the shape that the path begins with but for one column.
-        call: calls an operator with arguments.
-    """
-    for node in path:
-        if node.target in _VIEWS and node.target is not _aten.alias.default:
-            value = call(_VIEW, value, [*meta.tensor(node).shape[:-1], 1])
-        elif node.target is _SLICE:  # contiguous, for the views that follow
-            value = call(_CLONE, call(_SLICE, value, *node.args[1:]), memory_format=torch.contiguous_format)
-        elif node.target is _SLICE_SCATTER:
-            value = call(_aten.constant_pad_nd.default, value, _padding(node, node.args[1], node))
-    return value
-
-
-def replay_backward(path: Iterable[fx.Node], value: Any, call: Callable[..., Any]) -> Any:
-    """The transpose of ``replay`` over a loss's path: rows that slices leave out become 0."""
-    for node in reversed(tuple(path)):
-        before: Any = node.args[0]
-        if node.target in _VIEWS and node.target is not _aten.alias.default:
-            value = call(_VIEW, value, [*meta.tensor(before).shape[:-1], 1])
-        elif node.target is _SLICE:
-            value = call(_aten.constant_pad_nd.default, value, _padding(node, node, before))
-    return value
-
-
 # Forward. -------------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +171,7 @@ def _forward(picked: fx.Node) -> LinearLoss | None:
         return None
     path: list[fx.Node] = []
     node = x
-    while calls(node, *_VIEWS, _CAST, _CLONE, _SLICE):
+    while calls(node, *VIEWS, _CAST, CLONE, SLICE):
         path.insert(0, node)
         node = node.args[0]
     if not calls(node, _MM, _ADDMM) or node.kwargs:
@@ -209,12 +189,14 @@ def _complete(loss: LinearLoss, graph: Graph) -> None:
     low, wide = meta.tensor(loss.logits).dtype, loss.softmax_input.dtype
     if loss.bias is not None and meta.tensor(loss.bias).shape != (num_columns,):
         raise _Obstacle("what is added to the logits is no bias")
+    if not low == meta.tensor(loss.hidden).dtype == meta.tensor(loss.weight[0]).dtype:
+        raise _Obstacle("hidden states and weight have different dtypes")
     if wide != torch.promote_types(low, torch.float32) or any(
         meta.tensor(n).dtype not in (low, wide) for n in loss.path
     ):
         raise _Obstacle(f"logits in {low} are cast to {wide} on their way")
     for node in loss.path:
-        if meta.tensor(node).shape[-1] != num_columns or (node.target is _SLICE and not _is_of_rows(node)):
+        if meta.tensor(node).shape[-1] != num_columns or (node.target is SLICE and not is_of_rows(node)):
             raise _Obstacle("the softmax is of a part of the columns, or not of neighbouring rows")
     rows = replay(loss.path, torch.arange(num_rows).view(-1, 1), _run)
     if meta.tensor(loss.picked).shape != rows.shape:
@@ -240,7 +222,7 @@ def _probabilities(loss: LinearLoss) -> list[fx.Node]:
         for user in waiting.pop().users:
             if calls(user, _aten.exp.default):
                 found.append(user)
-            elif calls(user, *_VIEWS, _CAST) and user not in loss.inside:
+            elif calls(user, *VIEWS, _CAST) and user not in loss.inside:
                 loss.inside.add(user)
                 waiting.append(user)
     return found
@@ -264,7 +246,7 @@ def _check_readers(loss: LinearLoss, graph: Graph) -> None:
                 if node not in logits or not all(isinstance(role, Output) for role in roles):
                     raise _Obstacle("what is computed from the logits is returned")
                 loss.returned += [role.index for role in roles if isinstance(role, Output)]
-            elif calls(user, *_VIEWS) and (node in logits or not user.users):
+            elif calls(user, *VIEWS) and (node in logits or not user.users):
                 loss.inside.add(user)
                 logits.add(user)
                 waiting.append(user)
@@ -293,9 +275,9 @@ def _backward(loss: LinearLoss, exp: fx.Node) -> Gradients:
         if len(path[-1].users) != 1:
             raise _Obstacle("the gradient of the logits is read several times")
         node = next(iter(path[-1].users))
-        if not calls(node, *_VIEWS, _CAST, _CLONE, _SLICE_SCATTER):
+        if not calls(node, *VIEWS, _CAST, CLONE, SLICE_SCATTER):
             raise _Obstacle(f"the gradient of the logits goes through {operator_name(node.target)}")
-        if node.target is _SLICE_SCATTER and not (is_full_of_zeros(node.args[0]) and _is_of_rows(node)):
+        if node.target is SLICE_SCATTER and not (is_full_of_zeros(node.args[0]) and is_of_rows(node)):
             raise _Obstacle("the gradient of the logits is not that of a slice of rows")
         path.append(node)
     end, logits = meta.tensor(path[-1]), meta.tensor(loss.logits)
@@ -320,7 +302,7 @@ def _of_picked(loss: LinearLoss, of_log_probs: fx.Node) -> Gradients:
     hit, negative, zero = arguments(inner, _aten.where.self, 3)
     columns, index = arguments(hit, _aten.eq.Tensor, 2)
     grad = first_argument(negative, _aten.neg.default)
-    iota = columns.args[0] if calls(columns, *_VIEWS) else None
+    iota = columns.args[0] if calls(columns, *VIEWS) else None
     counts = (
         calls(iota, _IOTA) and iota.args == (num_columns,) and (iota.kwargs["start"], iota.kwargs["step"]) == (0, 1)
     )
@@ -367,31 +349,5 @@ def _only_reader(node: fx.Node, target: Any) -> fx.Node:
     return reader
 
 
-# Slices. --------------------------------------------------------------------------------------------------------------
-
-
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
-
-
-def _slice_of(node: fx.Node) -> tuple[int, Any, Any, int]:
-    """Dimension, start, end and step of a slice, or of where one is scattered."""
-    given: Any = node.args[1:] if node.target is _SLICE else node.args[2:]
-    defaults: tuple[Any, ...] = (0, None, None, 1)
-    dim, start, end, step = (*given, *defaults[len(given) :])
-    return dim % meta.tensor(node).dim(), start, end, step
-
-
-def _is_of_rows(node: fx.Node) -> bool:
-    """Whether a slice takes neighbouring rows."""
-    dim, _, _, step = _slice_of(node)
-    return dim != meta.tensor(node).dim() - 1 and step == 1
-
-
-def _padding(node: fx.Node, part: Any, whole: Any) -> list[int]:
-    """What ``constant_pad_nd`` takes to make ``whole``, around the ``part`` that a slice takes or that is scattered into it."""
-    dim, start, end, _ = _slice_of(node)
-    size = meta.tensor(whole).shape[dim]
-    first = slice(start, end).indices(size)[0]
-    last = size - first - meta.tensor(part).shape[dim]
-    return [*[0] * (2 * (meta.tensor(whole).dim() - 1 - dim)), first, last]

@@ -16,7 +16,7 @@ from zcompile.analysis.blocks import Block, storage
 from zcompile.analysis.chains import is_view
 from zcompile.analysis.cost import Cost, node_cost
 from zcompile.ir import edit, meta
-from zcompile.ir.operators import is_random
+from zcompile.ir.operators import runs_once
 
 #: rates by which times are compared, those of no device in particular so that every machine chooses alike: 16-bit and wider
 #: matmuls in flop/us, memory in bytes/us
@@ -51,8 +51,8 @@ def savings(block: Block, forward: Collection[fx.Node]) -> list[Saving]:
     """The choices for a block, from the fewest bytes to the shortest time: none of them is worse in both than another.
 
     For each price of time in bytes, the choice with the least sum is a minimum cut: a value is computed again (and costs time),
-    or saved (and costs bytes), or not needed. What draws random numbers is never computed again. What a later block reads is
-    saved anyway and costs nothing here. Their lower convex hull is what the prices find (Lagrange multipliers).
+    or saved (and costs bytes), or not needed. What draws random numbers or makes gradients is never computed again. What a later
+    block reads is saved anyway and costs nothing here. Their lower convex hull is what the prices find (Lagrange multipliers).
 
     Args:
         block: nodes of the forward.
@@ -117,7 +117,7 @@ class _Network:
         self.nodes = block.nodes
         self.place = {node: index for index, node in enumerate(block.nodes)}
         self.costs = [_recompute_cost(node) for node in block.nodes]
-        self.kept = [is_random(node) or bool(keep(cost)) for node, cost in zip(block.nodes, self.costs, strict=True)]
+        self.kept = [runs_once(node) or bool(keep(cost)) for node, cost in zip(block.nodes, self.costs, strict=True)]
         self.free = handed_on(block, forward)
         self.needed = [any(u not in forward and u.op != "output" for u in node.users) for node in block.nodes]
 

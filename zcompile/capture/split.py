@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zcompile import compat
+from zcompile import compat, ops
 from zcompile.ir import calls, edit, meta
 from zcompile.ir.graph import (
     Buffer,
@@ -37,7 +37,8 @@ _STATE = "rng_state_output"
 def split(joint: Graph, fake_mode: Any) -> Step:
     """Cut a joint graph in two with the min-cut partitioner.
 
-    Parameters, and what was tagged as must-recompute, are read again in backward instead of being saved.
+    Parameters, and what was tagged as must-recompute, are read again in backward instead of being saved. Gradients that forward
+    makes are saved, whatever was tagged.
 
     Args:
         joint: a joint graph; it is not changed.
@@ -61,6 +62,9 @@ def split(joint: Graph, fake_mode: Any) -> Step:
         node.name for node in joint.inputs if not node.users
     }  # there because of what is written to it, or of its gradient
     module = fx.GraphModule(nn.Module(), copy_fx(joint.fx))
+    for node in module.graph.nodes:
+        if node.target in ops.RUN_ONCE:
+            meta.set_saved(node)
     forward_module, backward_module = compat.min_cut_split(module, num_forward, statics, fake_mode)
     _name_random_states(forward_module.graph, backward_module.graph)
     _drop_needless_states(forward_module.graph, backward_module.graph)

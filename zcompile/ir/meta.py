@@ -141,6 +141,16 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get(_DIRECTION) == "is_backward"
 
 
+def set_backward(node: fx.Node) -> None:
+    """Say that a node of a joint graph belongs to backward."""
+    node.meta[_DIRECTION] = "is_backward"
+
+
+def set_forward(node: fx.Node) -> None:
+    """Say that a node of a joint graph belongs to forward, whoever made it."""
+    node.meta.pop(_DIRECTION, None)
+
+
 def copy_split(node: fx.Node, like: fx.Node) -> None:
     """Let the split treat a node as it does ``like``: the direction it belongs to, and what was tagged."""
     for key in (_DIRECTION, _RECOMPUTE, _CHECKPOINT):

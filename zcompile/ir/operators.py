@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile import compat
+from zcompile import compat, ops
 
 
 @cache
@@ -77,3 +77,8 @@ def is_random(node: fx.Node) -> bool:
     if "dropout_p" in names:
         given.setdefault("dropout_p", 0.0)  # the schema's default
     return not any(name in given and given[name] == off for name, off in _OFF.items())
+
+
+def runs_once(node: fx.Node) -> bool:
+    """Whether a node must never run again for backward: it draws random numbers, or it makes gradients in forward."""
+    return node.target in ops.RUN_ONCE or is_random(node)

@@ -26,5 +26,5 @@ class Fact(Enum):
     PREFETCH_BOUNDED = "prefetch-bounded"
     #: copies between the device and the host stay within the lookahead of the pass
     OFFLOAD_BOUNDED = "offload-bounded"
-    #: no random operator runs again in backward without its saved state
+    #: no random operator runs again in backward without its saved state, and none that makes gradients in forward
     RECOMPUTE_SAFE = "recompute-safe"

@@ -194,7 +194,7 @@ def check_offload_bounded(subject: Subject, options: Mapping[str, Any]) -> None:
 
 
 def check_recompute_safe(subjects: list[Subject]) -> None:
-    """Check ``recompute-safe``: backward draws no random numbers again that forward drew.
+    """Check ``recompute-safe``: backward draws no random numbers again that forward drew, and makes no gradients that forward makes.
 
     A random operator may appear in both graphs only where forward runs it under ``run_and_save_rng_state`` and backward
     under ``run_with_rng_state``.
@@ -215,6 +215,10 @@ def _check_drawn_once(subject: Subject, node: fx.Node, region: Region | None, dr
             f"draws new random numbers with {operator_name(node.target)}, which forward ran already; "
             "save what it drew, or its random state with run_and_save_rng_state",
             region,
+        )
+    if node.target in ops.RUN_ONCE:
+        subject.refuse(
+            node, f"runs {operator_name(node.target)}, which makes gradients in forward; save what it made", region
         )
     if node.target is compat.higher_order_operator("run_and_save_rng_state"):
         subject.refuse(node, "saves random state in backward; forward saves, backward replays", region)
