@@ -55,6 +55,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "min_mib": st.floats(0, 1e6, allow_nan=False),
     "columns": st.integers(0, 1 << 20),
     "drop": st.booleans(),
+    "always": st.booleans(),
     "device": st.sampled_from(["cuda", "cpu"]),
     "intensity": st.floats(0, 1e6, allow_nan=False) | st.integers(0, 512),
     "lookahead": st.integers(0, 8),

@@ -124,9 +124,8 @@ def compile(
             warning says so. The peak is predicted for updates by ``zcompile.optim``; building the full model on the device, and
             ``no_sync``, may take more. Of options that save nothing it is said.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many; the caller
-            scales the loss. Stages 0 and 1 reduce at its end alone, and keep full gradients until then. Weights that ``policy``
-            keeps, and those of the first unit, stay gathered (``"hold{first=9}"``: more, ``"hold{units=0 first=0}"``: none): inside,
-            write parameters by an optimizer, a loader or ``p.mul_(2)``, not by ``.data`` or ``torch._foreach_*``, which nobody sees.
+            scales the loss. Stages 0 and 1 reduce at its end alone, and keep full gradients until then. Kept weights and the first
+            unit's stay gathered (``"hold{units=0 first=0}"``: none): inside, do not write parameters by ``.data`` or ``_foreach_*``.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
             is narrower; None: their own dtype.
         ignore: glob patterns of parameters that are not sharded.
