@@ -74,7 +74,8 @@ def measure(layers: int, backend: str, size_name: str, device: str, ranks: int) 
     for owner, name in ((joint, "_key"), (pickled, "find"), (pickled, "keep")):
         setattr(owner, name, timed(seconds, "store", getattr(owner, name)))
     scheduled.split = timed(seconds, "split", scheduled.split)
-    build._lower = timed(seconds, "lower", build._lower)
+    build._bodies = timed(seconds, "lower", build._bodies)
+    build._runnable = timed(seconds, "lower", build._runnable)
     precision = None if size_name == "tiny" else "bf16"
     config = Config(stage=3, precision=precision)
     pipeline = passes.default_pipeline(config, size=ranks) if ranks > 1 else None

@@ -82,10 +82,12 @@ def schedule(policy: str, *, window: bool = False) -> tuple[Pass[Any], ...]:
     return (*keep, *hold, *rest) if any(isinstance(p, Bucket) for p in rest) else (*keep, *hold, Bucket(), *rest)
 
 
-def chunk_loss(config: Config) -> tuple[ChunkLoss, ...]:
+def chunk_loss(config: Config, gpu: str) -> tuple[ChunkLoss, ...]:
     """The pass that computes losses in pieces, as ``loss_chunk`` says; with a size it takes any loss that is larger."""
     if config.loss_chunk == "none":
         return ()
+    if config.loss_chunk is None:
+        return (ChunkLoss(device=gpu),)
     size = config.loss_chunk_bytes
     return (ChunkLoss(),) if size is None else (ChunkLoss(mib=size / MIB, columns=0, drop=True, always=True),)
 
@@ -105,7 +107,7 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp", gpu: str = 
     precision = () if config.compute_spec is None else (Precision(dtype=config.compute_spec),)
     return Pipeline(
         (
-            *chunk_loss(config),
+            *chunk_loss(config, gpu),
             *precision,
             *recompute,
             Align(device=gpu),

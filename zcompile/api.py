@@ -109,7 +109,7 @@ def compile(
             256 MiB of logits on in pieces, with its gradients in forward, where that saves memory, the model does not return the
             logits, and the losses become one scalar (their mean, sum, ...). A size such as ``"64MiB"``: in pieces of at most that
             for any number of classes; logits that the model returns beside the loss are None in training; of other losses, and in
-            float16, gradients recompute logits, one matmul more. ``"none"``, and None: as the model says.
+            float16, gradients recompute logits, one matmul more. ``"none"``: as the model says. None: ``"auto"`` on GPUs.
         offload: what is kept in the host's memory: ``"activations"``, ``"optimizer"`` (the states of ``zcompile.optim.AdamW``),
             ``"parameters"`` (shards and their gradients), or several, as a list or joined by ``+``. Options in braces:
             ``"activations{mib=4 lookahead=2}"``, ``"optimizer{step=cpu}"``.

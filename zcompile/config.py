@@ -36,7 +36,7 @@ class Config:
     backend: str = "inductor"
     policy: str = "prefetch"
     recompute: str | float | None = None
-    loss_chunk: str = "none"
+    loss_chunk: str | None = None
     offload: str | None = None
     gradient_accumulation_steps: int = 1
     accumulate_dtype: str | None = None
@@ -62,7 +62,7 @@ class Config:
             raise ConfigError(
                 f"recompute is {self.recompute!r} and memory_budget {self.memory_budget!r}, two budgets; pass memory_budget alone"
             )
-        if self.loss_chunk not in LOSS_CHUNK and _bytes(self.loss_chunk) is None:
+        if self.loss_chunk not in (None, *LOSS_CHUNK) and _bytes(self.loss_chunk) is None:
             raise ConfigError(
                 f"loss_chunk is {self.loss_chunk!r}; it must be one of {', '.join(LOSS_CHUNK)}, or the size of a piece of logits such as "
                 "'256MiB'"
@@ -155,7 +155,7 @@ class Config:
     @property
     def loss_chunk_bytes(self) -> int | None:
         """The most that a piece of logits may take; None: no size was given."""
-        return None if self.loss_chunk in LOSS_CHUNK else _bytes(self.loss_chunk)
+        return None if self.loss_chunk in (None, *LOSS_CHUNK) else _bytes(self.loss_chunk)
 
     @property
     def can_replay(self) -> bool:

@@ -240,6 +240,8 @@ class Session:
 
     def _say_what_is_whole(self, built: Built) -> None:
         """Which losses are not computed in pieces, and why: a warning, if the caller asked for pieces."""
+        if self.config.loss_chunk is None:
+            return
         say = log.info if self.config.loss_chunk_bytes is None else log.warning
         for stats in (entry.stats for entry in built.history if entry.name == ChunkLoss.name):
             reasons = [what for what in stats if what.startswith(WHOLE)]

@@ -75,6 +75,7 @@ class ChunkLoss(JointPass):
         drop: leave out logits that the model returns beside the loss, where there is a backward; else nothing is done then.
         always: whatever it costs: also with a fourth product, and where less than a piece is saved. Else such losses are left alone,
             and pieces may be larger where that saves memory.
+        device: only losses on devices of this type, such as ``cuda``; empty: on any.
     """
 
     name: ClassVar[str] = "chunk-loss"
@@ -82,6 +83,7 @@ class ChunkLoss(JointPass):
     columns: int = 32000
     drop: bool = False
     always: bool = False
+    device: str = ""
 
     @property
     def exact(self) -> bool:
@@ -97,6 +99,8 @@ class ChunkLoss(JointPass):
                 f"mib is {self.mib} and columns is {self.columns}; mib must be positive, columns not negative"
             )
         for loss in linear_losses(target):
+            if self.device and meta.tensor(loss.logits).device.type != self.device:
+                continue
             multiple = _in_forward(loss)
             why = self._obstacle(loss, target) or self._waste(loss, multiple)
             if why:

@@ -497,6 +497,12 @@ def test_by_itself_it_takes_large_vocabularies() -> None:
     assert by_itself == taken(Large(), 8192, "256MiB") and max(by_itself.values()) < logits / 3
 
 
+def test_by_default_it_takes_what_gpus_compute() -> None:
+    """A plan for a GPU has it, one for processors, where pieces take longer, has it not."""
+    for hardware, option in (("h200", "auto"), ("cpu-2core", "none")):
+        assert taken(Large(), 8192, None, hardware=hardware) == taken(Large(), 8192, option, hardware=hardware)
+
+
 class Head(nn.Module):
     def __init__(self, hidden: int, vocab: int, again: bool = False) -> None:
         super().__init__()
@@ -636,7 +642,7 @@ def node_of(graph: Graph | None, target: Any) -> Iterator[Any]:
         yield from (node for node in region.fx.nodes if node.target is target)
 
 
-def taken(model: nn.Module, rows: int, loss_chunk: str, **options: Any) -> dict[str, int]:
+def taken(model: nn.Module, rows: int, loss_chunk: str | None, **options: Any) -> dict[str, int]:
     """The most that regions take beside parameters and gradients, as planned, by phase."""
     tokens = torch.empty(rows, dtype=torch.int64, device="meta")
     plan = zcompile.plan(model, (tokens,), world_size=2, loss_chunk=loss_chunk, advise=False, **options)

@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--loss-chunk",
         metavar="SIZE",
-        help="auto, none, or the most that a piece of logits takes: 64MiB (default: none)",
+        help="auto, none, or the most that a piece of logits takes: 64MiB (default: auto on GPUs)",
     )
     parser.add_argument(
         "--hardware", default="h200", help=f"{', '.join(known_hardware())}, or a JSON file (default: h200)"

@@ -107,7 +107,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"recompute='{mode}'", {"recompute": mode}
     if config.loss_chunk == "none":
         yield "loss_chunk='auto'", {"loss_chunk": "auto"}
-    elif config.loss_chunk == "auto" and any(LOGITS_RETURNED in what for e in plan.traced.history for what in e.stats):
+    elif config.loss_chunk in (None, "auto") and any(
+        LOGITS_RETURNED in what for e in plan.traced.history for what in e.stats
+    ):
         yield "loss_chunk='256MiB', with None for logits", {"loss_chunk": "256MiB"}
     for kinds in OFFLOADS if config.offload is None else ():
         yield f"offload='{kinds}'", {"offload": kinds}

@@ -35,7 +35,9 @@ class Choice:
     @classmethod
     def of(cls, config: Config) -> Choice:
         """The options as they are."""
-        return cls(config.stage, config.policy, config.recompute_mode, config.loss_chunk, config.offload or "")
+        return cls(
+            config.stage, config.policy, config.recompute_mode, config.loss_chunk or "none", config.offload or ""
+        )
 
     def config(self, config: Config) -> Config:
         """Other options with these. Bytes that blocks save are a pass of their own: ``recompute_pass``."""

@@ -81,7 +81,7 @@ class Space:
         return cls(
             stages=stages or (config.stage,),
             recomputes=(None, "selective", "full") if "recompute" in free else (config.recompute_mode,),
-            loss_chunks=("none", "auto") if "loss_chunk" in free else (config.loss_chunk,),
+            loss_chunks=("none", "auto") if "loss_chunk" in free else (config.loss_chunk or "none",),
             offloads=offloads if "offload" in free else (config.offload or "",),
             schedules="policy" in free,
             amounts=amounts and "recompute" in free,
