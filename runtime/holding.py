@@ -8,7 +8,6 @@ from torch import Tensor
 
 from zcompile.program import TensorType
 from zcompile.runtime.buffers import Buffers
-from zcompile.runtime.shards import ParameterShards
 
 
 class Holding:
@@ -18,12 +17,10 @@ class Holding:
     alone has written announces other collectives than the rest, and all end with an error.
 
     Args:
-        shards: whose writes count.
         buffers: where the values come from.
     """
 
-    def __init__(self, shards: ParameterShards, buffers: Buffers) -> None:
-        self._shards = shards
+    def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
         self._values: dict[str, Tensor] = {}
         self._written: tuple[int, ...] = ()
@@ -36,12 +33,17 @@ class Holding:
         assert not self._values, "a backward leaves values while others are held"
         self._values, self._written = values, written
 
-    def take(self, types: Mapping[str, TensorType]) -> dict[str, Tensor]:
-        """The values for a forward, which are not held any more; none if it takes others, or shards were written since."""
+    def take(self, types: Mapping[str, TensorType], written: tuple[int, ...]) -> dict[str, Tensor]:
+        """The values for a forward, which are not held any more; none if it takes others, or shards were written since.
+
+        Args:
+            types: what the forward takes.
+            written: what ``shards.written`` is now.
+        """
         if not self._values:
             return {}
         found = {name: TensorType(tuple(t.shape), t.dtype) for name, t in self._values.items()}
-        if found != types or self._shards.written() != self._written:
+        if found != types or written != self._written:
             self.drop()
             return {}
         values, self._values = self._values, {}

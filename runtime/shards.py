@@ -111,6 +111,7 @@ class ParameterShards:
         self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters, self.hosting)
         self.accumulation: Accumulation | None = None
         self.updates = 0
+        self._seen: list[Tensor] = []
 
     @contextlib.contextmanager
     def explaining_memory(self, what: str = "") -> Iterator[None]:
@@ -215,9 +216,11 @@ class ParameterShards:
 
         What it cannot see are writes that torch does not count: through ``.data``, and by ``torch._foreach_*`` on DTensors.
         """
-        alone = [self._padded[i] for i, place in enumerate(self.layout.places) if place is None]
-        seen = [t for p in self.parameters for t in (p, local_of(p))]
-        return (self.updates, *map(compat.version, (*self._arenas.values(), *alone, *seen)))
+        if not self._seen:
+            alone = [self._padded[i] for i, place in enumerate(self.layout.places) if place is None]
+            with torch.no_grad():  # else what is local would be a new tensor
+                self._seen = [*self._arenas.values(), *alone, *self.parameters, *map(local_of, self.parameters)]
+        return (self.updates, *compat.versions(self._seen))
 
     # What users see. --------------------------------------------------------------------------------------------------
 
@@ -228,6 +231,7 @@ class ParameterShards:
     def replace_parameter(self, index: int, parameter: nn.Parameter) -> None:
         """Let ``parameter``, whose memory is the shard already, be the one that users see."""
         self.parameters[index] = parameter
+        self._seen = []
         setattr(parameter, Slot.NAME, Slot(self, index))
 
     def view(self, index: int) -> Tensor:

@@ -41,7 +41,7 @@ class StepRunner:
         self.agreement = agreement
         self.buffer_of = buffer_of
         self.local_only = False
-        self.holding = Holding(shards, executor.buffers)
+        self.holding = Holding(executor.buffers)
         self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
         self._probe = torch.zeros((), requires_grad=True)
@@ -71,12 +71,12 @@ class StepRunner:
     ) -> tuple[list[Any], SavedValues]:
         """The output leaves, and what backward needs by name."""
         window = self._in_window(step)
-        kept = {} if window is None else self.holding.take(window.takes)
+        written = () if window is None else self.shards.written()
+        kept = {} if window is None else self.holding.take(window.takes, written)
         runnable = window.forward if window is not None and kept else step.forward
         program = runnable.program
         self.agreement.event(f"forward ({step.label}{', weights held' * bool(kept)})", runnable.sequence)
         read = partial(self._read, constants, inputs, kept)
-        written = () if window is None else self.shards.written()
         tape = self._replayed(step, read, window)
         if tape is None:
             slots: list[Any] = [None] * program.num_slots

@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -587,6 +587,11 @@ def grad_accumulator(parameter: torch.Tensor) -> Any:
 def version(value: Any) -> int:
     """How often a tensor's memory was written in place, through any view that autograd knows; 0 where that is not counted."""
     return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """``version`` of many."""
+    return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def tensor_hooks(tensor: torch.Tensor) -> bool:

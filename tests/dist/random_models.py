@@ -44,6 +44,7 @@ class Example:
         ignore: patterns of parameters that are not sharded.
         outputs_train: the loss reaches every output, not ``loss`` alone.
         windows: for each optimizer step its micro-batches: ``s`` reduces, ``n`` is a backward inside ``no_sync``.
+        declared: micro-batches of the declared window; a shorter one is ended by hand.
         eval_after: number of optimizer steps after which the model is evaluated; None: never.
         freeze_after: number of optimizer steps after which trainability is inverted for the first module; None: never.
         ragged: ranks have different numbers of rows.
@@ -58,6 +59,7 @@ class Example:
     ignore: tuple[str, ...]
     outputs_train: bool
     windows: tuple[str, ...]
+    declared: int
     eval_after: int | None
     freeze_after: int | None
     ragged: bool
@@ -298,6 +300,7 @@ def examples(draw: DrawFn) -> Example:
         ignore=draw(st.sampled_from(((), (), ("linear*", "p*"), ("*bias",)))),
         outputs_train=draw(st.booleans()),
         windows=tuple(draw(st.lists(st.sampled_from(("s", "ss", "ns", "nns", "sns")), min_size=2, max_size=3))),
+        declared=draw(st.sampled_from((1, 3))),
         eval_after=draw(rarely),
         freeze_after=draw(rarely),
         ragged=draw(st.sampled_from((False, False, False, True))),

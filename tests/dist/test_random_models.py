@@ -76,7 +76,7 @@ def loss_of(example: Example, out: Any) -> Tensor:
 
 
 def compiled(example: Example) -> Any:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"gradient_accumulation_steps": example.declared}
     model = build(example)
     if example.outputs_train and "'loss':" in example.source:
         with torch.no_grad():
@@ -131,6 +131,8 @@ def check(example: Example) -> None:
                     want.backward()
                 if r == rank:
                     close(loss.detach(), want.detach(), f"loss of step {step}, micro-batch {micro}")
+        if model._session.runner.executor.accumulation.position:
+            model.sync_gradients()
         average_gradients(plains)
         gradients = full_gradients(model)
         for name, p in plains[0].named_parameters():
