@@ -330,7 +330,9 @@ def test_settings_of_torch_and_code_of_zcompile_count(key: Callable[..., str], m
         found.append(key(compiled()))
     with config.patch(aggressive_recomputation=True):
         found.append(key(compiled()))
-    with torch.nn.attention.sdpa_kernel(list(torch.nn.attention.SDPBackend.__members__.values())[:0:-1], set_priority=True):
+    with torch.nn.attention.sdpa_kernel(
+        list(torch.nn.attention.SDPBackend.__members__.values())[:0:-1], set_priority=True
+    ):
         found.append(key(compiled()))
     monkeypatch.setattr(keys, "_SOURCES", "another version")
     found.append(key(compiled()))
