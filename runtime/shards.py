@@ -61,7 +61,7 @@ class Contents(NamedTuple):
 
     Attributes:
         counts: of writes, as torch and zcompile count them.
-        sums: of the values' bits, one an arena, on the device; None: not taken.
+        sums: of the values' bits, one an arena, where these are; None: not taken.
     """
 
     counts: tuple[int, ...] = ()
@@ -226,14 +226,14 @@ class ParameterShards:
     def contents(self) -> Contents:
         """Differs from what it was before if values were written since: by an optimizer, a loader, or through a parameter.
 
-        Writes through ``.data``, and by ``torch._foreach_*`` on DTensors, show in the sums alone. These take one read of the
-        shards; there are none of parameters on the host, where that takes long.
+        Writes through ``.data``, and by ``torch._foreach_*`` on DTensors, show in the sums alone, which take one read of the
+        shards. On the host it is the processors that read, beside what the device still has to do.
         """
         if not self._seen:
             alone = [self._padded[i] for i, place in enumerate(self.layout.places) if place is None]
             with torch.no_grad():  # else what is local would be a new tensor
                 self._seen = [*self._arenas.values(), *alone, *self.parameters, *map(local_of, self.parameters)]
-        sums = [arena.view(torch.int64).sum() for arena in self._arenas.values()] if not self.hosting.parameters else []
+        sums = [arena.view(torch.int64).sum() for arena in self._arenas.values()]
         return Contents((self.updates, *compat.versions(self._seen)), torch.stack(sums) if sums else None)
 
     # What users see. --------------------------------------------------------------------------------------------------

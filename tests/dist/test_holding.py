@@ -287,9 +287,9 @@ def double_many(parameters: list[Any]) -> None:
     torch._foreach_mul_(parameters, 2.0)
 
 
-def unseen(stage: int) -> None:
+def unseen(stage: int, **options: Any) -> None:
     """What torch does not count is an error at the end of the window, unless a new one has begun; the next window is right."""
-    held, unheld = compiled(stage), compiled(stage, holds=False)
+    held, unheld = [compiled(stage, holds=holds, **options) for holds in (True, False)]
     for write in (double_data, double_data_of_one, double_many):
         for model in (held, unheld):
             model.load_state_dict(net().state_dict())
@@ -318,9 +318,9 @@ def unseen(stage: int) -> None:
         assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_write_that_torch_does_not_count_is_an_error(ranks: Pools, stage: int) -> None:
-    ranks(2, unseen, stage=stage)
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload": "parameters"}])
+def test_a_write_that_torch_does_not_count_is_an_error(ranks: Pools, options: dict[str, Any]) -> None:
+    ranks(2, unseen, **options)
 
 
 def unseen_by_one() -> None:
