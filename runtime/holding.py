@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from zcompile.errors import ShardingError
 from zcompile.program import TensorType
 from zcompile.runtime.buffers import Buffers
+from zcompile.runtime.ranks.agreement import Agreement
+from zcompile.runtime.shards import Contents
 
 
 class Holding:
@@ -16,38 +20,78 @@ class Holding:
     Whether something is held depends on the order of forwards, backwards and writes alone, so that the ranks agree; one that
     alone has written announces other collectives than the rest, and all end with an error.
 
+    A write that torch does not count shows in the sums of shards alone. They are compared on the device, without waiting for it;
+    what came of it is asked at the end of the window, behind the issue of its last backward, before anyone can use gradients.
+
     Args:
         buffers: where the values come from.
+        agreement: is told of a window that ends with an error.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, agreement: Agreement) -> None:
         self._buffers = buffers
+        self._agreement = agreement
         self._values: dict[str, Tensor] = {}
-        self._written: tuple[int, ...] = ()
+        self._contents = Contents()
+        self._stale: Tensor | None = None
+        self._answer: Tensor | None = None  # the same on the host, once `_answered` has passed
+        self._answered: torch.cuda.Event | None = None
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def put(self, values: dict[str, Tensor], written: tuple[int, ...]) -> None:
-        """Hold values by name; ``written`` is what ``shards.written`` was when they were gathered."""
+    def put(self, values: dict[str, Tensor], contents: Contents) -> None:
+        """Hold values by name; ``contents`` is what ``shards.contents`` was when they were gathered."""
         assert not self._values, "a backward leaves values while others are held"
-        self._values, self._written = values, written
+        self._values, self._contents = values, contents
 
-    def take(self, types: Mapping[str, TensorType], written: tuple[int, ...]) -> dict[str, Tensor]:
+    def take(self, types: Mapping[str, TensorType], contents: Contents) -> dict[str, Tensor]:
         """The values for a forward, which are not held any more; none if it takes others, or shards were written since.
 
         Args:
             types: what the forward takes.
-            written: what ``shards.written`` is now.
+            contents: what ``shards.contents`` is now.
         """
         if not self._values:
             return {}
         found = {name: TensorType(tuple(t.shape), t.dtype) for name, t in self._values.items()}
-        if found != types or written != self._written:
+        if found != types or contents.counts != self._contents.counts:
             self.drop()
             return {}
+        self._compare(contents)
         values, self._values = self._values, {}
         return values
+
+    def _compare(self, contents: Contents) -> None:
+        now, before = contents.sums, self._contents.sums
+        if now is None or before is None:
+            return
+        stale = (now != before).any()
+        self._stale = stale if self._stale is None else self._stale | stale
+        self._answer = self._stale.to("cpu", non_blocking=True)
+        if stale.is_cuda:
+            self._answered = torch.cuda.Event()
+            self._answered.record(torch.cuda.current_stream(stale.device))
+
+    def end(self) -> None:
+        """Give everything back: the window ends.
+
+        Raises:
+            ShardingError: a forward of this window computed with weights that had been written to unseen.
+        """
+        self.drop()
+        answer, self._stale, self._answer = self._answer, None, None
+        if answer is not None and self._answered is not None:
+            self._answered.synchronize()
+        if answer is not None and answer.item():
+            error = ShardingError(
+                "parameters were written inside an accumulation window in a way that torch does not count (through .data, or by "
+                "torch._foreach_*), and a forward of the window used the values from before; write to the parameter itself "
+                "(with torch.no_grad(): p.copy_(value)), begin a window with model.zero_grad() after such a write, or pass "
+                'policy="prefetch,hold{units=0 first=0}"'
+            )
+            self._agreement.raised(error)
+            raise error
 
     def drop(self) -> None:
         """Give everything back."""

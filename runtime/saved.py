@@ -10,6 +10,7 @@ from zcompile import compat
 from zcompile.errors import BackwardError
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.host import HostMemory
+from zcompile.runtime.shards import Contents
 from zcompile.runtime.tape import Tape
 
 
@@ -20,12 +21,12 @@ class SavedValues:
         buffers: where kept ones come from.
         host: where offloaded ones are.
         tape: of the forward, if it was replayed: all memory is the tape's then.
-        written: what ``shards.written`` was at the forward; empty: outside of a declared window.
+        contents: what ``shards.contents`` was at the forward; empty: outside of a declared window.
     """
 
-    def __init__(self, buffers: Buffers, host: HostMemory, tape: Tape | None, written: tuple[int, ...] = ()) -> None:
+    def __init__(self, buffers: Buffers, host: HostMemory, tape: Tape | None, contents: Contents) -> None:
         self.tape = tape
-        self.written = written
+        self.contents = contents
         self.values: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
         self.offloaded: dict[str, Tensor] = {}

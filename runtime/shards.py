@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,18 @@ class Slot:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # nothing, in a form that torch.load(weights_only=True) takes
+
+
+class Contents(NamedTuple):
+    """What tells values of parameters from those of another moment.
+
+    Attributes:
+        counts: of writes, as torch and zcompile count them.
+        sums: of the values' bits, one an arena, where these are; None: not taken.
+    """
+
+    counts: tuple[int, ...] = ()
+    sums: Tensor | None = None
 
 
 class ParameterShards:
@@ -211,16 +223,18 @@ class ParameterShards:
         local = full_tensors.cut(spec, full, self.mesh.rank).to(self.hosting.home, dtype, copy=True)
         return self.as_seen(spec, local.contiguous())
 
-    def written(self) -> tuple[int, ...]:
-        """Differs from what it was before if values were written since: by an optimizer, a loader, or in place through a parameter.
+    def contents(self) -> Contents:
+        """Differs from what it was before if values were written since: by an optimizer, a loader, or through a parameter.
 
-        What it cannot see are writes that torch does not count: through ``.data``, and by ``torch._foreach_*`` on DTensors.
+        Writes through ``.data``, and by ``torch._foreach_*`` on DTensors, show in the sums alone, which take one read of the
+        shards. On the host it is the processors that read, beside what the device still has to do.
         """
         if not self._seen:
             alone = [self._padded[i] for i, place in enumerate(self.layout.places) if place is None]
             with torch.no_grad():  # else what is local would be a new tensor
                 self._seen = [*self._arenas.values(), *alone, *self.parameters, *map(local_of, self.parameters)]
-        return (self.updates, *compat.versions(self._seen))
+        sums = [arena.view(torch.int64).sum() for arena in self._arenas.values()]
+        return Contents((self.updates, *compat.versions(self._seen)), torch.stack(sums) if sums else None)
 
     # What users see. --------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from zcompile.runtime.full import logical
 from zcompile.runtime.holding import Holding
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.saved import SavedValues
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.shards import Contents, ParameterShards
 from zcompile.runtime.tape import HELD, Tape, Tapes
 
 
@@ -41,7 +41,7 @@ class StepRunner:
         self.agreement = agreement
         self.buffer_of = buffer_of
         self.local_only = False
-        self.holding = Holding(executor.buffers)
+        self.holding = Holding(executor.buffers, agreement)
         self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
         self._probe = torch.zeros((), requires_grad=True)
@@ -71,8 +71,8 @@ class StepRunner:
     ) -> tuple[list[Any], SavedValues]:
         """The output leaves, and what backward needs by name."""
         window = self._in_window(step)
-        written = () if window is None else self.shards.written()
-        kept = {} if window is None else self.holding.take(window.takes, written)
+        contents = Contents() if window is None else self.shards.contents()
+        kept = {} if window is None else self.holding.take(window.takes, contents)
         runnable = window.forward if window is not None and kept else step.forward
         program = runnable.program
         self.agreement.event(f"forward ({step.label}{', weights held' * bool(kept)})", runnable.sequence)
@@ -88,7 +88,7 @@ class StepRunner:
         else:
             ports, results = tape.ends, tape.forward.results
         outputs: list[Any] = [None] * step.num_outputs
-        saved = SavedValues(self.executor.buffers, self.executor.mover.memory, tape, written)
+        saved = SavedValues(self.executor.buffers, self.executor.mover.memory, tape, contents)
         copies: dict[int, Tensor] = {}
         for port in ports:
             value = results[port.slot]
@@ -158,7 +158,7 @@ class StepRunner:
                 self.shards.hosting.arrived()
         if window is not None:
             stay = {port.key: results[port.slot] for port in program.outputs if port.kind == "kept"}
-            self.holding.put(stay, saved.written)
+            self.holding.put(stay, saved.contents)
         grads = [(port.key, results[port.slot]) for port in program.outputs if port.kind == "grad"]
         input_grads = {port.key: results[port.slot] for port in program.outputs if port.kind == "input_grad"}
         if saved.tape is not None:  # the next replay writes over them
@@ -283,7 +283,7 @@ class StepRunner:
         ends = held.at_last
         held.advance(reduces=True)
         if ends:
-            self.holding.drop()
+            self.holding.end()
         if held.dtype is None:
             return grads
         if ends:
@@ -315,7 +315,7 @@ class StepRunner:
     def begin_window(self) -> None:
         """Forget what earlier backward calls left: a declared window begins."""
         self.executor.accumulation.clear()
-        self.holding.drop()
+        self.holding.end()
 
     def _fresh(self, name: str, padded: Tensor) -> Tensor:
         """A gradient of its own memory, placed as its parameter is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcompile
 from tests.programs import Programs
 from zcompile import scheduled, store
 from zcompile.capture import joint
+from zcompile.capture import key as keys
 from zcompile.capture.key import NoKey, _target
 from zcompile.config import Config
 from zcompile.errors import BackwardError, CaptureError
@@ -322,14 +325,16 @@ def test_a_global_a_closure_and_a_default_of_user_code_count(
 def test_settings_of_torch_and_code_of_zcompile_count(key: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._functorch import config
 
-    from zcompile.capture import key as keys
-
     found = [key(compiled())]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         found.append(key(compiled()))
     with config.patch(aggressive_recomputation=True):
         found.append(key(compiled()))
-    monkeypatch.setattr(keys, "_sources", lambda: "another version")
+    with torch.nn.attention.sdpa_kernel(
+        list(torch.nn.attention.SDPBackend.__members__.values())[:0:-1], set_priority=True
+    ):
+        found.append(key(compiled()))
+    monkeypatch.setattr(keys, "_SOURCES", "another version")
     found.append(key(compiled()))
     assert len(set(found)) == len(found)
 
@@ -417,6 +422,56 @@ def test_a_function_under_the_name_of_one_of_torch_has_no_key(monkeypatch: pytes
     monkeypatch.setattr(functions, "silu", functools.wraps(functions.silu)(lambda x: x * 2))
     with pytest.raises(NoKey, match="is not torch's"):
         _target(functions.silu)
+
+
+class _Doubles(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _mode() -> Iterator[None]:
+    with _Doubles():
+        yield
+
+
+@contextlib.contextmanager
+def _decomposition() -> Iterator[None]:
+    from torch._inductor.decomposition import decompositions as table
+
+    operator = torch.ops.aten.tanh_backward.default
+    before = table[operator]
+    table[operator] = lambda grad, y: grad * y
+    try:
+        yield
+    finally:
+        table[operator] = before
+
+
+@contextlib.contextmanager
+def _kernel() -> Iterator[None]:
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("tanh", lambda x: x.sin(), "AutogradCPU")
+        yield
+
+
+@pytest.mark.parametrize("change", [_mode, _decomposition, _kernel])
+def test_where_operators_of_torch_do_something_else_nothing_has_a_key(
+    change: Callable[[], Any], key: Callable[..., str]
+) -> None:
+    """Dynamo's graph is the same, and what autograd makes of it is not."""
+    assert key(compiled()) != ""
+    with change():
+        assert key(compiled()) == ""
+    assert key(compiled()) != ""
+
+
+def test_code_that_is_edited_after_the_start_is_not_the_code_that_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "compat.py").write_text("edited")
+    monkeypatch.setattr("zcompile.compat.__file__", str(tmp_path / "compat.py"))
+    assert keys._sources() not in next(keys._world())
 
 
 def test_a_pass_of_ones_own_is_run_every_time(folder: Path, made: dict[str, int]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
+import os
 import re
 import sys
 import warnings
@@ -213,7 +215,7 @@ def compile_settings() -> Iterator[str]:
     """Versions, machine and switches that graphs captured by torch depend on, as texts that other processes have alike.
 
     Raises:
-        TypeError: a setting is an object that cannot be compared.
+        TypeError: a setting is an object, or somebody's own code, that cannot be compared.
     """
     import platform
 
@@ -237,8 +239,13 @@ def compile_settings() -> Iterator[str]:
     attention = backends.cuda
     yield f"{attention.flash_sdp_enabled()} {attention.mem_efficient_sdp_enabled()} {attention.math_sdp_enabled()}"
     yield f"{attention.cudnn_sdp_enabled()} {attention.fp16_bf16_reduction_math_sdp_allowed()}"
+    for switch in ("_get_sdp_priority_order", "_get_fa3_sdp_enabled", "_get_overrideable_sdp_enabled"):
+        yield f"{switch} {getattr(torch._C, switch, tuple)()}"
     modes = [type(mode) for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())]
     yield str(modes)
+    if foreign := [mode for mode in modes if mode.__module__.partition(".")[0] != "torch"]:
+        raise TypeError(f"the mode {foreign[0].__name__} is active, which is not torch's")
+    _check_kernels()
     for config in (dynamo, functorch, inductor):
         settings: Any = config
         for name, value in sorted(settings.save_config_portable(ignore_private_configs=False).items()):
@@ -246,6 +253,19 @@ def compile_settings() -> Iterator[str]:
             if " at 0x" in repr(members):
                 raise TypeError(f"{config.__name__}.{name} is {members!r}")
             yield f"{config.__name__}.{name} = {members!r}"
+
+
+def _check_kernels() -> None:
+    """Raises TypeError if somebody has given an operator of torch's another decomposition or gradient."""
+    ours = (f"{os.path.dirname(torch.__file__)}{os.sep}", __file__)
+    for operator, function in decompositions().items():
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None and operator.namespace in ("aten", "prims") and not code.co_filename.startswith(ours):
+            raise TypeError(f"the decomposition of {operator.name()} is in {code.co_filename}, which is not torch's")
+    for kernel in torch.library._impls:
+        namespace, name, key = kernel.split("/")
+        if namespace == "aten" and "Auto" in key:
+            raise TypeError(f"aten::{name} has a kernel for {key} that is not torch's")
 
 
 def inductor_folder() -> str:

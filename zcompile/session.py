@@ -90,7 +90,7 @@ class Session:
             if parameter.data_ptr() != address:
                 raise ShardingError(
                     f"parameter '{name}' was given other memory, by assigning its .data or by .to() of a submodule; write values in "
-                    "place (p.data.copy_(value)), and convert the model before zcompile.compile"
+                    "place (with torch.no_grad(): p.copy_(value)), and convert the model before zcompile.compile"
                 )
         if self._fingerprint.has_forbidden_hooks():
             check_capturable(self.model)

@@ -16,6 +16,7 @@ import zcompile
 from tests.dist.models import Case, Deep, all_rows, net, own_batch, rows
 from tests.dist.pool import Pools
 from tests.dist.training import assert_close_gradients, full_gradients, this_rank, world_size
+from zcompile.errors import RankError, ShardingError
 
 pytestmark = pytest.mark.dist
 
@@ -268,6 +269,73 @@ def _after_ending(
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_is_held_over_a_write(ranks: Pools, stage: int, tmp_path: Path) -> None:
     ranks(2, ended, stage=stage, folder=str(tmp_path))
+
+
+@torch.no_grad()
+def double_data(parameters: list[Any]) -> None:
+    for parameter in parameters:
+        parameter.data.mul_(2.0)
+
+
+@torch.no_grad()
+def double_data_of_one(parameters: list[Any]) -> None:
+    parameters[0].data.mul_(2.0)
+
+
+@torch.no_grad()
+def double_many(parameters: list[Any]) -> None:
+    torch._foreach_mul_(parameters, 2.0)
+
+
+def unseen(stage: int, **options: Any) -> None:
+    """What torch does not count is an error at the end of the window, unless a new one has begun; the next window is right."""
+    held, unheld = [compiled(stage, holds=holds, **options) for holds in (True, False)]
+    for write in (double_data, double_data_of_one, double_many):
+        for model in (held, unheld):
+            model.load_state_dict(net().state_dict())
+            model.zero_grad()
+            model(mine(0))["loss"].backward()
+            write(list(model.parameters()))
+            model(mine(1))["loss"].backward()
+        with pytest.raises(ShardingError, match="written inside an accumulation window"):
+            held(mine(2))["loss"].backward()
+        assert live_bytes(held) == 0
+        for end in (held.sync_gradients, held.zero_grad):
+            held.zero_grad()
+            held(mine(0))["loss"].backward()
+            write(list(held.parameters()))
+            held(mine(1))["loss"].backward()
+            with pytest.raises(ShardingError, match="written inside an accumulation window"):
+                end()
+            write(list(unheld.parameters()))
+        results = []
+        for model in (held, unheld):
+            for i in range(4):
+                model.zero_grad() if i < 2 else None
+                model(mine(i))["loss"].backward()
+                write(list(model.parameters())) if i == 0 else None
+            results.append(full_gradients(model))
+        assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload": "parameters"}])
+def test_a_write_that_torch_does_not_count_is_an_error(ranks: Pools, options: dict[str, Any]) -> None:
+    ranks(2, unseen, **options)
+
+
+def unseen_by_one() -> None:
+    model = compiled(3, timeout=30.0)
+    model(mine(0))["loss"].backward()
+    if this_rank() == 0:
+        double_data(list(model.parameters()))
+    model(mine(1))["loss"].backward()
+    with pytest.raises(ShardingError if this_rank() == 0 else RankError, match="written inside an accumulation window"):
+        model(mine(2))["loss"].backward()
+        model(mine(3))["loss"].backward()
+
+
+def test_the_other_ranks_end_with_it_where_one_alone_wrote(ranks: Pools) -> None:
+    ranks(2, unseen_by_one)
 
 
 # What else may happen in a window. ------------------------------------------------------------------------------------

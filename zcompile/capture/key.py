@@ -12,7 +12,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -217,14 +216,13 @@ def _found(module: str, name: str) -> Any:
 
 def _world() -> Iterator[str]:
     """Versions, machine, and switches of torch that captures, passes and the split depend on."""
-    yield f"{_sources()} {sys.version} {sys.byteorder}"
+    yield f"{_SOURCES} {sys.version} {sys.byteorder}"
     try:
         yield from compat.compile_settings()
     except TypeError as error:
         raise NoKey(str(error)) from error
 
 
-@cache
 def _sources() -> str:
     """A hash of zcompile's own code."""
     lines = hashlib.sha256()
@@ -234,3 +232,7 @@ def _sources() -> str:
         lines.update(f"{path.relative_to(root)}".encode())
         lines.update(path.read_bytes())
     return lines.hexdigest()
+
+
+#: as they are when this process starts: it runs these, whatever is edited later
+_SOURCES = _sources()
