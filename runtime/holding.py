@@ -13,6 +13,9 @@ from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.shards import Contents
 
+#: windows in which sums of shards are compared: so many first ones, and one of so many later
+FIRST_WINDOWS, FEW_WINDOWS = 3, 64
+
 
 class Holding:
     """What a backward leaves for the next forward, as long as nothing wrote to the shards since it was gathered.
@@ -20,17 +23,25 @@ class Holding:
     Whether something is held depends on the order of forwards, backwards and writes alone, so that the ranks agree; one that
     alone has written announces other collectives than the rest, and all end with an error.
 
-    A write that torch does not count shows in the sums of shards alone. They are compared on the device, without waiting for it;
-    what came of it is asked at the end of the window, behind the issue of its last backward, before anyone can use gradients.
+    A write that torch does not count shows in the sums of shards alone. To take them reads all shards, so it is done in the first
+    windows, where a loop that writes so does it already, and in few of those that follow. They are compared on the device, without
+    waiting for it; what came of it is asked at the end of the window, behind the issue of its last backward, before anyone can use
+    gradients.
 
     Args:
         buffers: where the values come from.
         agreement: is told of a window that ends with an error.
+
+    Attributes:
+        looks: whether sums are to be compared in this window.
     """
 
     def __init__(self, buffers: Buffers, agreement: Agreement) -> None:
         self._buffers = buffers
         self._agreement = agreement
+        self.looks = True
+        self._windows = 0
+        self._is_used = False
         self._values: dict[str, Tensor] = {}
         self._contents = Contents()
         self._stale: Tensor | None = None
@@ -43,7 +54,7 @@ class Holding:
     def put(self, values: dict[str, Tensor], contents: Contents) -> None:
         """Hold values by name; ``contents`` is what ``shards.contents`` was when they were gathered."""
         assert not self._values, "a backward leaves values while others are held"
-        self._values, self._contents = values, contents
+        self._values, self._contents, self._is_used = values, contents, True
 
     def take(self, types: Mapping[str, TensorType], contents: Contents) -> dict[str, Tensor]:
         """The values for a forward, which are not held any more; none if it takes others, or shards were written since.
@@ -80,6 +91,8 @@ class Holding:
             ShardingError: a forward of this window computed with weights that had been written to unseen.
         """
         self.drop()
+        self._windows, self._is_used = self._windows + self._is_used, False
+        self.looks = self._windows < FIRST_WINDOWS or self._windows % FEW_WINDOWS == 0
         answer, self._stale, self._answer = self._answer, None, None
         if answer is not None and self._answered is not None:
             self._answered.synchronize()

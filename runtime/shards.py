@@ -223,18 +223,19 @@ class ParameterShards:
         local = full_tensors.cut(spec, full, self.mesh.rank).to(self.hosting.home, dtype, copy=True)
         return self.as_seen(spec, local.contiguous())
 
-    def contents(self) -> Contents:
+    def contents(self, *, sums: bool) -> Contents:
         """Differs from what it was before if values were written since: by an optimizer, a loader, or through a parameter.
 
-        Writes through ``.data``, and by ``torch._foreach_*`` on DTensors, show in the sums alone, which take one read of the
+        Writes through ``.data``, and by ``torch._foreach_*`` on DTensors, show in the ``sums`` alone, which take one read of the
         shards. On the host it is the processors that read, beside what the device still has to do.
         """
         if not self._seen:
             alone = [self._padded[i] for i, place in enumerate(self.layout.places) if place is None]
             with torch.no_grad():  # else what is local would be a new tensor
                 self._seen = [*self._arenas.values(), *alone, *self.parameters, *map(local_of, self.parameters)]
-        sums = [arena.view(torch.int64).sum() for arena in self._arenas.values()]
-        return Contents((self.updates, *compat.versions(self._seen)), torch.stack(sums) if sums else None)
+        counts = (self.updates, *compat.versions(self._seen))
+        found = [arena.view(torch.int64).sum() for arena in self._arenas.values()] if sums else []
+        return Contents(counts, torch.stack(found) if found else None)
 
     # What users see. --------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class StepRunner:
     ) -> tuple[list[Any], SavedValues]:
         """The output leaves, and what backward needs by name."""
         window = self._in_window(step)
-        contents = Contents() if window is None else self.shards.contents()
+        contents = Contents() if window is None else self.shards.contents(sums=self.holding.looks)
         kept = {} if window is None else self.holding.take(window.takes, contents)
         runnable = window.forward if window is not None and kept else step.forward
         program = runnable.program

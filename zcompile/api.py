@@ -125,7 +125,7 @@ def compile(
             ``no_sync``, may take more. Of options that save nothing it is said.
         gradient_accumulation_steps: the declared window of backward calls: ``.grad`` is complete after every so many; the caller
             scales the loss. Stages 0 and 1 reduce at its end alone, and keep full gradients until then. Kept weights and the first
-            unit's stay gathered (``"hold{units=0 first=0}"``: none): a write inside by ``.data`` or ``_foreach_*`` is an error then.
+            unit's stay gathered (``"hold{units=0 first=0}"``: none): do not write inside by ``.data`` or ``_foreach_*``.
         accumulate_dtype: ``"fp32"`` adds gradients up in it over the window and rounds them once, where the parameters' dtype
             is narrower; None: their own dtype.
         ignore: glob patterns of parameters that are not sharded.

@@ -17,6 +17,7 @@ from tests.dist.models import Case, Deep, all_rows, net, own_batch, rows
 from tests.dist.pool import Pools
 from tests.dist.training import assert_close_gradients, full_gradients, this_rank, world_size
 from zcompile.errors import RankError, ShardingError
+from zcompile.runtime import holding
 
 pytestmark = pytest.mark.dist
 
@@ -290,6 +291,7 @@ def double_many(parameters: list[Any]) -> None:
 def unseen(stage: int, **options: Any) -> None:
     """What torch does not count is an error at the end of the window, unless a new one has begun; the next window is right."""
     held, unheld = [compiled(stage, holds=holds, **options) for holds in (True, False)]
+    few, holding.FEW_WINDOWS = holding.FEW_WINDOWS, 1
     for write in (double_data, double_data_of_one, double_many):
         for model in (held, unheld):
             model.load_state_dict(net().state_dict())
@@ -316,6 +318,24 @@ def unseen(stage: int, **options: Any) -> None:
                 write(list(model.parameters())) if i == 0 else None
             results.append(full_gradients(model))
         assert_same_bits(*results)
+    holding.FEW_WINDOWS = few
+
+
+def looks() -> None:
+    """At the sums of shards, which takes time: in the first windows, and in few later ones."""
+    model = compiled(3)
+    found = []
+    for step in range(holding.FEW_WINDOWS + 2):
+        found.append(model._session.runner.holding.looks)
+        for number in range(3):
+            model(mine(number))["loss"].backward()
+        if step % 2:
+            model.zero_grad()
+    assert [i for i, looked in enumerate(found) if looked] == [0, 1, 2, holding.FEW_WINDOWS]
+
+
+def test_few_windows_are_looked_at(ranks: Pools) -> None:
+    ranks(2, looks)
 
 
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload": "parameters"}])
