@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=1 << 29, help="parameters")
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the kernels are timed on a GPU, and torch sees none")
     numel = args.numel
     param, grad, first = (torch.randn(numel, device="cuda") for _ in range(3))
     second, low = torch.rand(numel, device="cuda"), torch.empty(numel, dtype=torch.bfloat16, device="cuda")

@@ -1,7 +1,7 @@
 """Thousands of steps of a tiny model: nothing may pile up. Training, evaluation, ``no_sync``, full states and checkpoints.
 
 python benchmarks/soak.py                                2,000 steps on two CPU ranks; a table, and an error if anything grows
-python benchmarks/soak.py --steps 200 --json out.json
+python benchmarks/soak.py --steps 300 --json out.json
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ def main() -> None:
     if args.rank:
         run_rank(args.steps, args.folder)
         return
+    if args.steps <= SETTLE * ROUND or args.steps % ROUND:
+        parser.error(f"steps is {args.steps}; it must be a multiple of {ROUND}, more than {SETTLE * ROUND}")
     with tempfile.TemporaryDirectory() as folder:
         samples = soak(args.steps, args.ranks, Path(folder))
     print(f"| rank | what | step {samples[0][0]['step']} | most until step {args.steps} | |\n|---|---|---|---|---|")

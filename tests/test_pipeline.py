@@ -56,6 +56,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "columns": st.integers(0, 1 << 20),
     "drop": st.booleans(),
     "always": st.booleans(),
+    "alike": st.booleans(),
     "device": st.sampled_from(["", "cuda", "cpu"]),
     "intensity": st.floats(0, 1e6, allow_nan=False) | st.integers(0, 512),
     "lookahead": st.integers(0, 8),

@@ -65,6 +65,7 @@ TOP = frozenset(
         "explained",
         "export",
         "launch",
+        "losses_alike",
         "module",
         "modules",
         "optim",

@@ -20,6 +20,7 @@ from zcompile.capture.tree import flatten
 from zcompile.config import Config
 from zcompile.errors import RankError, ShardingError, SignatureError, UnfilledError
 from zcompile.ir.graph import Input, Step
+from zcompile.losses_alike import LossesAlike
 from zcompile.lower.finite import Watch
 from zcompile.passes.memory.chunk_loss import WHOLE, ChunkLoss
 from zcompile.pipeline import Dump, Pipeline
@@ -43,6 +44,7 @@ class Session:
         config: the options, those that a memory budget chose among them.
         pipeline: the passes that run on captures.
         budgeted: chooses options; None without a memory budget.
+        alike: on several ranks, whether losses make their gradients in forward.
         latest: the capture that ran last; None before the first call.
     """
 
@@ -62,6 +64,7 @@ class Session:
         self.runner = runner
         self.name = name
         self.budgeted = budgeted
+        self.alike = LossesAlike()
         self.latest: Built | None = None
         self._param_type = param_type
         self._verifier = Verifier(config.verify)
@@ -162,6 +165,8 @@ class Session:
                 pipeline = self.budgeted.pipeline(self, captured, call, captured_from)
             elif trains:
                 pipeline = self._fitted(captured)
+            if trains:
+                pipeline = self.alike.pipeline(pipeline, captured.graph, shards.mesh, self.name)
             with rng_untouched(device):
                 dump = Dump.from_environment(f"{self.name}_{number}")
                 with collector_paused(), as_written(device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +76,8 @@ class ChunkLoss(JointPass):
         always: whatever it costs: also with a fourth product, and where less than a piece is saved. Else such losses are left alone,
             and pieces may be larger where that saves memory.
         device: only losses on devices of this type, such as ``cuda``; empty: on any.
+        alike: make gradients in forward wherever that can be done, however few rows there are: backward does not read the weight
+            then, so that ranks with fewer rows gather what those with more do.
     """
 
     name: ClassVar[str] = "chunk-loss"
@@ -84,6 +86,7 @@ class ChunkLoss(JointPass):
     drop: bool = False
     always: bool = False
     device: str = ""
+    alike: bool = False
 
     @property
     def exact(self) -> bool:
@@ -99,25 +102,43 @@ class ChunkLoss(JointPass):
                 f"mib is {self.mib} and columns is {self.columns}; mib must be positive, columns not negative"
             )
         for loss in linear_losses(target):
-            if self.device and meta.tensor(loss.logits).device.type != self.device:
+            if not self._is_here(loss):
                 continue
             multiple = _in_forward(loss)
-            why = self._obstacle(loss, target) or self._waste(loss, multiple)
+            why = self._why_whole(loss, multiple, target)
             if why:
                 stats[f"{WHOLE}: {why}"] += 1
             else:
                 self._rewrite(loss, multiple, target, stats)
+
+    def in_forward(self, target: Graph) -> tuple[bool, bool]:
+        """Whether gradients of a loss are made in forward, and whether some would be with other rows, which other ranks may have."""
+        losses = [(loss, _in_forward(loss)) for loss in linear_losses(target) if self._is_here(loss)]
+        losses = [(loss, multiple) for loss, multiple in losses if isinstance(multiple, Multiple)]
+        anywhere = replace(self, alike=True)
+        return (
+            any(not self._why_whole(*loss, target) for loss in losses),
+            any(not anywhere._why_whole(*loss, target) for loss in losses),
+        )
+
+    def _is_here(self, loss: LinearLoss) -> bool:
+        return self.device in ("", meta.tensor(loss.logits).device.type)
+
+    def _why_whole(self, loss: LinearLoss, multiple: Multiple | str, graph: Graph) -> str:
+        """Why a loss is left alone; empty if it is not."""
+        if meta.tensor(loss.logits).shape[1] < self.columns:
+            return f"fewer than {self.columns} columns"
+        is_alike = self.alike and isinstance(multiple, Multiple)
+        if loss.num_bytes <= self.mib * MIB and not is_alike:
+            return f"logits take no more than {self.mib:g} MiB"
+        return self._obstacle(loss, graph) or ("" if is_alike else self._waste(loss, multiple))
 
     @property
     def _most_bytes(self) -> int:
         return int(self.mib * MIB)
 
     def _obstacle(self, loss: LinearLoss, graph: Graph) -> str:
-        """Why a loss is left alone; empty if it is not."""
-        if meta.tensor(loss.logits).shape[1] < self.columns:
-            return f"fewer than {self.columns} columns"
-        if loss.num_bytes <= self.mib * MIB:
-            return f"logits take no more than {self.mib:g} MiB"
+        """Why a loss cannot be computed in pieces, of whatever size; empty if it can."""
         if loss.obstacle or not loss.returned:
             return loss.obstacle
         names = ", ".join(f"output {index}" for index in loss.returned)

@@ -55,6 +55,44 @@ def test_loss(programs: Programs) -> None:
     assert all(0 < float(number) < 0.01 for row in rows for number in (row[4], row[5].removesuffix(" |")))
 
 
+@pytest.mark.slow
+def test_loss_in_a_whole_step(programs: Programs) -> None:
+    options = ("--train", "tiny", "--micro-batch", "1", "--device", "cpu", "--backend", "eager")
+    rows = [line.split(" | ") for line in programs(BENCHMARKS / "loss.py", *options).splitlines()]
+    assert [row[1] for row in rows if row[0] == "| tiny"] == ["none", "auto"]
+
+
+@pytest.mark.slow
+def test_later_starts(programs: Programs) -> None:
+    """One process starts cold, one finds what it has kept: neither capture nor passes take their time again."""
+    text = programs(BENCHMARKS / "compile_time.py", "--layers", "1", "--warm", "1", "--backends", "eager")
+    table = [line.split("|") for line in text.splitlines() if line.endswith(" |") and " start |" in line]
+    rows = {row[1].strip(): [float(number) for number in row[2:-1]] for row in table}
+    first, later = rows["first start"], rows["later start"]
+    assert later[1] < first[1] / 2 and later[-1] < first[-1], text
+
+
+@pytest.mark.dist
+@pytest.mark.wide
+def test_windows(programs: Programs) -> None:
+    options = ("--device", "cpu", "--sizes", "tiny", "--backend", "eager")
+    assert "zc3, hold all" in programs(BENCHMARKS / "windows.py", *options, ranks=2)
+
+
+@pytest.mark.dist
+@pytest.mark.wide
+def test_host_time(programs: Programs) -> None:
+    text = programs(BENCHMARKS / "host_time.py", ranks=2)
+    assert "ms: forward" in text and "together" in text
+
+
+@pytest.mark.dist
+@pytest.mark.wide
+def test_offload(programs: Programs) -> None:
+    options = ("--device", "cpu", "--size", "tiny", "--budget", "64MiB", "--backend", "eager", "--steps", "1")
+    assert "| zcompile stage 3 | 64MiB | 2 |" in programs(BENCHMARKS / "offload.py", *options, "--only", "zc3")
+
+
 @pytest.mark.dist
 @pytest.mark.wide
 def test_soak(programs: Programs) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zcompile
-from tests.dist.models import Case, Deep, own_batch
+from tests.dist.models import Case, Deep, own_batch, tokens
 from tests.dist.pool import Pools
 from tests.dist.training import full_gradients, this_rank, world_size
 from zcompile import ops
@@ -164,3 +164,37 @@ def test_the_gradient_of_the_head_is_reduced_first(ranks: Pools) -> None:
 @pytest.mark.parametrize("name", ["deep", "squares"])
 def test_regions_call_the_operators_when_compiled(ranks: Pools, name: str) -> None:
     ranks(2, agree, name=name, stage=3, backend="inductor", limit=300.0)
+
+
+#: positions of each rank, call by call: pieces save memory in those with 16
+LENGTHS = {
+    "one rank has many": [(16, 2), (2, 2), (2, 16), (16, 16), (1, 16)],
+    "both have few at first": [(2, 3), (16, 2), (2, 16)],
+}
+
+
+def lengths_differ(name: str, policy: str, always: bool) -> None:
+    """Calls in which ranks have other numbers of rows, so that pieces save memory on some of them alone."""
+    chunk = f"chunk-loss{{mib={0.5 / 1024} columns=0 drop=true always={str(always).lower()}}}"
+    zero = "plan-units,shard{stage=3 size=2},unshard{stage=3},reduce{stage=3},outline"
+    model = zcompile.compile(CASES["deep"].build(), stage=3, backend="eager", pipeline=f"{chunk},{zero},{policy}cleanup")
+    plain = CASES["deep"].build()
+    generator = torch.Generator().manual_seed(0)
+    for lengths in LENGTHS[name]:
+        batches = [dict.fromkeys(("tokens", "labels"), tokens(generator, 2, length)) for length in lengths]
+        model(**batches[this_rank()])["loss"].backward()
+        torch.stack([plain(**batch)["loss"] for batch in batches]).mean().backward()
+        made = sum(entry.stats["gradients made in forward"] for entry in model.history if entry.name == "chunk-loss")
+        assert made == (always or name == "one rank has many")
+        for key, value in full_gradients(model).items():
+            want = plain.get_parameter(key).grad
+            torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(
+    ("policy", "always"), [("keep{units=1},bucket,prefetch,", False), ("", False), ("bucket,", True)]
+)
+def test_ranks_with_other_numbers_of_rows_gather_alike(ranks: Pools, name: str, policy: str, always: bool) -> None:
+    """Gradients that are made in forward need no weight in backward: on all ranks, or on none."""
+    ranks(2, lengths_differ, name=name, policy=policy, always=always)

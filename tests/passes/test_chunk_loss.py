@@ -762,6 +762,20 @@ def test_no_rows_have_gradients_of_zero() -> None:
     assert not any(bool(g.any()) for g in grads)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_where_ranks_are_to_be_alike_few_rows_are_one_piece(rows: int) -> None:
+    """Also none."""
+    step = "plan-units,shard,unshard,reduce,outline,cleanup"
+    model, plain = pair(Sliced(), loss_chunk=None, pipeline=f"chunk-loss{{columns=0 alike=true}},{step}")
+    given = torch.randn(rows, SEQ, HIDDEN), labels()[:rows]
+    have, want = model(*given), plain(*given)
+    close(have, want, torch.float32)
+    have.backward()
+    want.backward()
+    same_gradients(model, plain)
+    assert (stats(model)["gradients made in forward"], stats(model)["pieces of rows"]) == (1, min(rows, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_rows_of_pieces_begin_at_multiples_of_16(dtype: torch.dtype) -> None:
     """An odd number of classes: with kernels that are given strides, and not whole pieces."""

@@ -85,7 +85,7 @@ def _aligned(size: int) -> int:
 
 def piece_size(total: int, most: int) -> int:
     """The size of equal pieces of ``total``, the last one perhaps smaller, none larger than ``most``, if that is at least 1."""
-    most = max(most, 1)
+    total, most = max(total, 1), max(most, 1)
     size = math.ceil(total / math.ceil(total / most))
     aligned = math.ceil(size / _ALIGNMENT) * _ALIGNMENT
     return aligned if aligned <= most else most - most % _ALIGNMENT or size
