@@ -1,6 +1,6 @@
 """What the ranks of the GPU tests run: ``rank_program.py DEVICE BACKEND JOB...``. Rank 0 prints a line of JSON for each job.
 
-Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``fp16:STAGE``, with loss scaling; ``memory:STAGE``;
+Jobs: ``plain``; ``fsdp2:PRECISION``; ``stage:STAGE:PRECISION``; ``fp16:STAGE``, with loss scaling; ``window:STAGE``; ``memory:STAGE``;
 ``offload:STAGE:WHAT`` and ``memory:STAGE:WHAT``, with that on the host; ``raises``; ``killed``; ``asking``, a model that cannot be
 replayed; ``closed``, models that were; ``long``, many steps issued and replayed; ``profile``; ``budget``, three memory budgets.
 ``stage``, ``raises``, ``killed`` and ``profile`` take ``:peers``, for buckets of every size by the copy engines, ``:graphs``, for
@@ -27,6 +27,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "fsdp2": training_jobs.fsdp2,
     "stage": training_jobs.stage,
     "fp16": training_jobs.fp16,
+    "window": training_jobs.window,
     "offload": training_jobs.offload,
     "raises": partial(training_jobs.fails, how="raises"),
     "killed": partial(training_jobs.fails, how="killed"),

@@ -36,7 +36,7 @@ def training_jobs(world_size: int) -> list[str]:
 
 def jobs(world_size: int) -> list[str]:
     """Everything that runs on so many ranks, whatever fails in between."""
-    others = [f"{kind}:{stage}" for kind in ("memory", "fp16") for stage in STAGES[world_size]]
+    others = [f"{kind}:{stage}" for kind in ("memory", "fp16", "window") for stage in STAGES[world_size]]
     return [
         "plain",
         "fsdp2:bf16",
@@ -74,7 +74,7 @@ def distance(losses: list[float], reference: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(losses, reference, strict=True)) / len(reference)
 
 
-@worlds("job", lambda w: [job for job in training_jobs(w) if "fp32" in job])
+@worlds("job", lambda w: [job for job in jobs(w) if "fp32" in job or job.startswith("window")])
 def test_fp32_losses_equal_plain_pytorch(results: Results, world_size: int, job: str) -> None:
     reference = results.of(world_size, "plain")["losses"]
     losses = results.of(world_size, job)["losses"]

@@ -82,6 +82,29 @@ def stage(device: torch.device, backend: str, number: str, precision: str, way: 
     }
 
 
+def window(device: torch.device, backend: str, number: str) -> dict[str, Any]:
+    """The same training in windows of two micro-batches, over which weights stay gathered."""
+    model, optimizer = compiled(SMALL, device, backend, int(number), None, gradient_accumulation_steps=2)
+    losses = []
+    for step in range(STEPS):
+        tokens, labels = data(SMALL, step, HERE, device)
+        halves = []
+        for half in zip(tokens.chunk(2), labels.chunk(2), strict=True):
+            loss = model(*half)["loss"] / 2
+            loss.backward()
+            halves.append(loss.detach())
+        model.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(halves))
+    report = model.report()
+    zcompile.unwrap(model)
+    return {
+        "losses": mean(torch.stack(losses).tolist(), device),
+        "gathered_live_bytes": report.gathered_live_bytes,
+    }
+
+
 def offload(device: torch.device, backend: str, number: str, what: str) -> dict[str, Any]:
     """The same training with something on the host."""
     model, optimizer = compiled(SMALL, device, backend, int(number), None, offload=what)
