@@ -127,6 +127,14 @@ def test_a_second_model_finds_the_step_of_the_first_and_trains_the_same_bits(
     assert made == {"captures": 1, "splits": 2}
 
 
+def test_a_second_start_does_not_read_the_graph_that_autograd_made(folder: Path, made: dict[str, int]) -> None:
+    train(compiled())
+    second = compiled()
+    train(second)
+    assert made["captures"] == 1
+    assert "graph" not in vars(second._session.latest.captured)
+
+
 def test_it_trains_like_plain_pytorch_without_a_store_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled()(batch())
     with_store = train(compiled())

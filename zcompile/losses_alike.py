@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from zcompile.ir.graph import Graph
+from zcompile.capture.joint import Captured
 from zcompile.passes.memory.chunk_loss import ChunkLoss
 from zcompile.passes.zero.unshard import Unshard
 from zcompile.pipeline import Pipeline
@@ -27,20 +27,20 @@ class LossesAlike:
     def __init__(self) -> None:
         self._in_forward: bool | None = None
 
-    def pipeline(self, pipeline: Pipeline, graph: Graph, mesh: Mesh, name: str) -> Pipeline:
+    def pipeline(self, pipeline: Pipeline, captured: Captured, mesh: Mesh, name: str) -> Pipeline:
         """The passes of a training capture. Collective the first time that a model has such a loss.
 
         Args:
             pipeline: the passes.
-            graph: the joint graph that they are to run on, as captured.
+            captured: what they are to run on. Its graph is read where such a loss may be there: on devices of the pass.
             mesh: the ranks.
             name: of the model, for the log.
         """
         gathers = any(isinstance(p, Unshard) and p.stage == 3 for p in pipeline.passes)
         found = next((p for p in pipeline.passes if isinstance(p, ChunkLoss)), None)
-        if found is None or not gathers or not mesh.is_distributed:
+        if found is None or not gathers or not mesh.is_distributed or found.device not in ("", mesh.device.type):
             return pipeline
-        here, anywhere = found.in_forward(graph)
+        here, anywhere = found.in_forward(captured.graph)
         if not anywhere:
             return pipeline
         if self._in_forward is None:

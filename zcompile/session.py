@@ -166,7 +166,7 @@ class Session:
             elif trains:
                 pipeline = self._fitted(captured)
             if trains:
-                pipeline = self.alike.pipeline(pipeline, captured.graph, shards.mesh, self.name)
+                pipeline = self.alike.pipeline(pipeline, captured, shards.mesh, self.name)
             with rng_untouched(device):
                 dump = Dump.from_environment(f"{self.name}_{number}")
                 with collector_paused(), as_written(device):
