@@ -10,11 +10,11 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile import ops
-from zcompile.analysis.schedule import Collective, first_uses, gathered, never_release
+from zcompile.analysis.schedule import Collective, gathered, in_order_of_need, never_release
 from zcompile.errors import PassError
 from zcompile.ir import edit, meta
 from zcompile.ir.graph import Graph, Kept, Step
-from zcompile.ir.handover import hand_on, kept_parameter, take
+from zcompile.ir.handover import hand_on, take
 from zcompile.pipeline import Pipeline, Stats, StepPass
 from zcompile.verify.facts import Fact
 
@@ -75,7 +75,8 @@ class Hold(StepPass):
         backward = target.backward
         if backward is None:
             return
-        order = _in_order_of_need(target)
+        needed = in_order_of_need(target, target.forward)
+        order = {unit: [full.kept for full in values] for unit, values in needed.items()}
         kept = _kept_units(target, backward, order)[: self.units]
         _hand_on_rest(target, backward, kept, stats)
         if self.inside:
@@ -87,18 +88,6 @@ class Hold(StepPass):
 def inside_window(pipeline: Pipeline) -> Hold | None:
     """The pass that makes the graphs for the middle of a window from a pipeline's scheduled step; None: nothing is held."""
     return next((replace(p, inside=True) for p in pipeline.passes if isinstance(p, Hold)), None)
-
-
-def _in_order_of_need(step: Step) -> dict[str, list[Kept]]:
-    """The full parameters that forward reads, by unit, in the order in which it first does."""
-    unit_of = {param.name: param.unit or param.name for graph in step.graphs for _, param in graph.params()}
-    full = {value.node: value.kept for value in gathered(step.forward)}
-    full.update((node, origin) for node in step.forward.inputs if isinstance(origin := meta.origin(node), Kept))
-    order: dict[str, list[Kept]] = {}
-    for node in first_uses(step.forward):
-        if node in full:
-            order.setdefault(unit_of[kept_parameter(full[node])], []).append(full[node])
-    return order
 
 
 def _kept_units(step: Step, backward: Graph, order: dict[str, list[Kept]]) -> list[str]:

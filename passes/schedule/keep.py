@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from zcompile.analysis.schedule import Collective, Full, first_uses, gathered, never_release
+from zcompile.analysis.schedule import Collective, Full, gathered, in_order_of_need, never_release
 from zcompile.analysis.units import MIB
 from zcompile.errors import PassError
 from zcompile.ir import meta
 from zcompile.ir.graph import Kept, Step
-from zcompile.ir.handover import hand_on, kept_parameter
+from zcompile.ir.handover import hand_on
 from zcompile.pipeline import Stats, StepPass
 from zcompile.verify.facts import Fact
 
@@ -68,7 +68,7 @@ class Keep(StepPass):
         if target.backward is None:
             return
         forward = {full.kept: full.node for full in gathered(target.forward)}  # of two, the one nearer to backward
-        chosen = self._choose(target, forward, stats)
+        chosen = self._choose(in_order_of_need(target, target.backward).values(), forward, stats)
         inputs = hand_on(target, {full.kept: forward[full.kept] for full in chosen})
         dropped: dict[Collective, list[fx.Node]] = {}
         for full in chosen:
@@ -80,12 +80,12 @@ class Keep(StepPass):
             gather.drop(results)
         stats["parameters kept for backward"] += len(chosen)
 
-    def _choose(self, step: Step, forward: Collection[Kept], stats: Stats) -> list[Full]:
+    def _choose(self, units: Iterable[list[Full]], forward: Collection[Kept], stats: Stats) -> list[Full]:
         """What backward gathers and shall not; what is kept already counts."""
         limit = float("inf") if self.mib is None else self.mib * MIB
         chosen: list[Full] = []
         num_units = num_bytes = 0
-        for unit in _in_order_of_need(step):
+        for unit in units:
             both = [full for full in unit if full.kept in forward]
             if not both:
                 continue
@@ -97,22 +97,3 @@ class Keep(StepPass):
             stats["units kept"] += bool(new)
             chosen.extend(new)
         return chosen
-
-
-def _in_order_of_need(step: Step) -> list[list[Full]]:
-    """What backward reads of each unit, the unit that it needs first at the front."""
-    assert step.backward is not None
-    unit_of = {param.name: param.unit for graph in step.graphs for _, param in graph.params()}
-    found: dict[Kept, Full] = {}
-    for node in step.backward.inputs:
-        kept = meta.origin(node)
-        if isinstance(kept, Kept):
-            found[kept] = Full(kept, unit_of.get(kept_parameter(kept), kept.name), node, None)
-    for full in gathered(step.backward):
-        found.setdefault(full.kept, full)
-    of_node = {full.node: full for full in found.values()}
-    units: dict[str, list[Full]] = {}
-    for node in first_uses(step.backward):
-        if node in of_node:
-            units.setdefault(of_node[node].unit, []).append(of_node[node])
-    return list(units.values())

@@ -10,8 +10,8 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.ir import calls, meta
-from zcompile.ir.graph import Graph, Kept, Param
-from zcompile.ir.handover import kept_value
+from zcompile.ir.graph import Graph, Kept, Param, Step
+from zcompile.ir.handover import kept_parameter, kept_value
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,27 @@ class Full(NamedTuple):
     unit: str
     node: fx.Node
     gather: Collective | None
+
+
+def in_order_of_need(step: Step, graph: Graph) -> dict[str, list[Full]]:
+    """What a graph of a step reads of each unit, by unit, in the order in which it first does; of one in two places, the first.
+
+    What another graph handed on counts before what is gathered.
+    """
+    unit_of = {param.name: param.unit or param.name for each in step.graphs for _, param in each.params()}
+    found: dict[Kept, Full] = {}
+    for node in graph.inputs:
+        kept = meta.origin(node)
+        if isinstance(kept, Kept):
+            found[kept] = Full(kept, unit_of[kept_parameter(kept)], node, None)
+    for full in gathered(graph):
+        found.setdefault(full.kept, full)
+    of_node = {full.node: full for full in found.values()}
+    units: dict[str, list[Full]] = {}
+    for node in first_uses(graph):
+        if node in of_node:
+            units.setdefault(of_node[node].unit, []).append(of_node[node])
+    return units
 
 
 def gathered(graph: Graph) -> Iterator[Full]:

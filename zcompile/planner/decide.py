@@ -181,9 +181,7 @@ class _Search:
         units = self.variants.num_units(Choice.of(config))
         powers = sorted({units, *(1 << i for i in range(units.bit_length()) if 1 << i < units)}, reverse=True)
         kept = ["prefetch" if n == 1 else f"keep{{units={n}}},prefetch" for n in powers]
-        if (
-            config.gradient_accumulation_steps > 1
-        ):  # what backward leaves to the next forward is there without activations
+        if in_window:  # what backward leaves to the next forward is there without activations
             kept = [f"keep{{units={n}}},hold{{first={units}}},prefetch" for n in (*powers, 0)] + ["prefetch"]
         return [*kept, "keep{units=0},prefetch", *SMALLEST]
 
