@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.llama import SIZES
+from benchmarks.measure import GIB, Clock, Here
 from benchmarks.systems import SYSTEMS, Options, Trainee, batch
 
 WARMUP = 3
@@ -83,34 +83,30 @@ def counted(trainee: Trainee, run: Callable[[], None]) -> int:
 def measure(
     name: str, make: Callable[[Options], Trainee], options: Options, micro_batches: int, steps: int
 ) -> dict[str, Any]:
-    on_gpu = options.device.type == "cuda"
+    on_gpu, clock = options.device.type == "cuda", Clock(options.device)
     trainee = make(options)
     run = partial(window, trainee, batch(options, dist.get_rank()), micro_batches, options.keep)
 
-    def synchronize() -> None:
-        if on_gpu:
-            torch.cuda.synchronize()
-
     for _ in range(WARMUP):
         run()
-    synchronize()
+    clock.finish()
     dist.barrier()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    clock.forget_peaks()
     times = []
     for _ in range(steps):
         start = time.perf_counter()
         run()
-        synchronize()
+        clock.finish()
         times.append(1000 * (time.perf_counter() - start))
     ms = statistics.median(times)
     row: dict[str, Any] = {"system": name, "window_ms": round(ms, 2), "micro_batch_ms": round(ms / micro_batches, 2)}
     if on_gpu:
-        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        outside = trainee.facts().get("peer_gib", 0.0)  # what copy engines exchange through, which torch does not see
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB + outside, 2)
     if name.startswith("zc"):
         row["gathered"] = counted(trainee, run)
         predicted = trainee.model.report(trainee.optimizer).predicted  # type: ignore[operator]
-        row["predicted_gib"] = round(predicted.peak_bytes / 2**30, 2)
+        row["predicted_gib"] = round(predicted.peak_bytes / GIB, 2)
     if trainee.close is not None:
         trainee.close()
     return row
@@ -126,21 +122,17 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    here = Here.start(args.device)
     rows = []
     for size in args.sizes.split(","):
-        plain = Options(SIZES[size], device, dist.get_world_size(), backend=args.backend)
+        plain = Options(SIZES[size], here.device, here.world_size, backend=args.backend)
         runs = [("FSDP2", SYSTEMS["fsdp2-c"], plain), ("FSDP2, kept", SYSTEMS["fsdp2-c"], replace(plain, keep=True))]
         for stage in args.stages.split(","):
             for hold in ("none", "default") if stage in "12" else HOLDS:
                 others = {"gradient_accumulation_steps": args.micro_batches}
                 options = replace(plain, policy=HOLDS[hold], others=others)
                 runs.append((f"zc{stage}, hold {hold}", SYSTEMS[f"zc{stage}"], options))
-        if dist.get_rank() == 0:
+        if here.rank == 0:
             print(
                 f"{size}, {args.micro_batches} micro-batches\n" + "".join(f"{c:>{width}}" for c, width in COLUMNS),
                 flush=True,
@@ -151,7 +143,7 @@ def main() -> None:
             except torch.OutOfMemoryError as error:
                 row = {"system": name, "error": str(error).splitlines()[0]}
             rows.append({"size": size, "micro_batches": args.micro_batches, **row})
-            if dist.get_rank() == 0:
+            if here.rank == 0:
                 print(
                     "".join(
                         f"{row.get(c, row.get('error', '')[:60] if c == 'window_ms' else '')!s:>{width}}"
