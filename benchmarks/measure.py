@@ -212,6 +212,7 @@ def attempt(row: Row, here: Here, before: dict[str, float]) -> dict[str, Any]:
             policy=row.policy,
             reduce=row.reduce,
             recompute=row.recompute,
+            clip=row.clip,
             others=row.options,
         )
         begin = time.perf_counter()

@@ -26,6 +26,7 @@ class Options:
         policy: zcompile's; None is its default.
         reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
         recompute: zcompile's, or ``full`` for checkpointed blocks in the others; None saves what backward needs.
+        clip: the norm that ``Trainee.clip`` will be called with, for systems that must know it before.
         others: further options of ``zcompile.compile``; the peers know ``offload`` of them.
     """
 
@@ -38,6 +39,7 @@ class Options:
     reduce: str = "fp32"
     recompute: str | None = None
     keep: bool = False
+    clip: float | None = None
     others: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -183,6 +185,7 @@ def deepspeed_zero(options: Options, *, stage: int) -> Trainee:
         "bf16": {"enabled": options.dtype is torch.bfloat16},
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": options.clip or 0.0,
         "steps_per_print": 2**31,
     }
     deepspeed.init_distributed()
@@ -191,7 +194,8 @@ def deepspeed_zero(options: Options, *, stage: int) -> Trainee:
         model = Llama(options.size)
     compile_blocks(model, options)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return Trainee(engine, Engine(engine), engine.set_gradient_clipping, backward=engine.backward, close=engine.destroy)
+    # the engine clips in its step
+    return Trainee(engine, Engine(engine), lambda norm: None, backward=engine.backward, close=engine.destroy)
 
 
 def zcompile_stage(options: Options, *, stage: int) -> Trainee:
