@@ -192,5 +192,3 @@ def padding_is_zero(model: Any) -> bool:
             if local.narrow(spec.shard_dim, rows, spec.chunk - rows).any():
                 return False
     return True
-
-

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dist import feature_loops as loops
 from tests.dist import feature_programs as programs
-from tests.dist.feature_models import (shares_memory,
+from tests.dist.feature_models import (
     CHANNELS_LAST,
     KEYS,
     LORA,
@@ -44,6 +44,7 @@ from tests.dist.feature_models import (shares_memory,
     same,
     sequences,
     sgd,
+    shares_memory,
     two_layers,
     with_lstm,
 )

@@ -158,9 +158,7 @@ def rounds_once(stage: int, wide: bool, in_no_sync: bool) -> None:
         summed += one
     exact = (count * one.float()).bfloat16()
     assert not torch.equal(summed, exact), "bf16 sums would do"
-    model = compiled(
-        stage, Rounds(), gradient_accumulation_steps=count, accumulate_dtype="fp32" if wide else None
-    )
+    model = compiled(stage, Rounds(), gradient_accumulation_steps=count, accumulate_dtype="fp32" if wide else None)
     for i in range(count):
         last = i == count - 1
         loss = model(x, extra=not last)["loss"] if wide and last else model(x)["loss"]

@@ -193,7 +193,9 @@ def fails_at_commit(path: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     undo = interrupt(os, "replace", True, no_space)
-    with pytest.raises(CheckpointError, match=r"failed on rank 0 with OSError: \[Errno 28\] No space left on device; what"):
+    with pytest.raises(
+        CheckpointError, match=r"failed on rank 0 with OSError: \[Errno 28\] No space left on device; what"
+    ):
         zcompile.save_checkpoint(path, **run.parts(), step=2)
     undo()
     undo = interrupt(folder, "sync_folder", True, no_space)

@@ -177,7 +177,9 @@ def lengths_differ(name: str, policy: str, always: bool) -> None:
     """Calls in which ranks have other numbers of rows, so that pieces save memory on some of them alone."""
     chunk = f"chunk-loss{{mib={0.5 / 1024} columns=0 drop=true always={str(always).lower()}}}"
     zero = "plan-units,shard{stage=3 size=2},unshard{stage=3},reduce{stage=3},outline"
-    model = zcompile.compile(CASES["deep"].build(), stage=3, backend="eager", pipeline=f"{chunk},{zero},{policy}cleanup")
+    model = zcompile.compile(
+        CASES["deep"].build(), stage=3, backend="eager", pipeline=f"{chunk},{zero},{policy}cleanup"
+    )
     plain = CASES["deep"].build()
     generator = torch.Generator().manual_seed(0)
     for lengths in LENGTHS[name]:

@@ -302,7 +302,11 @@ EXPECTED: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "skips_a_backward": ("RankMismatchError", r"forward \(train\)", ()),
     "clips_alone": ("RankMismatchError", r"clip_grad_norm_", ()),
     "writes_alone_in_a_window": ("RankMismatchError", r"weights held|weights stay", ()),
-    "writes_alone_where_nothing_is_gathered": ("RankMismatchError", r"rank 1 waits to confirm call 15 as forward \(train\)", ()),
+    "writes_alone_where_nothing_is_gathered": (
+        "RankMismatchError",
+        r"rank 1 waits to confirm call 15 as forward \(train\)",
+        (),
+    ),
     "raises_in_forward": ("RankError", r"rank 1 raised ValueError: a bad batch", (ODD,)),
     "killed": ("RankError", r"rank 1 is gone", (ODD,)),
     "killed_in_backward": ("RankError", r"rank 1 is gone", (ODD,)),

@@ -101,12 +101,8 @@ def server() -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in COMMON else pytest.param(n, marks=pytest.mark.wide) for n in EXPECTED]
-)
-def test_every_other_rank_ends_with_the_reason(
-    name: str, server: subprocess.Popen[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", [n if n in COMMON else pytest.param(n, marks=pytest.mark.wide) for n in EXPECTED])
+def test_every_other_rank_ends_with_the_reason(name: str, server: subprocess.Popen[str], tmp_path: Path) -> None:
     timeout, texts, codes = EXPECTED[name]
     run = Run(server, tmp_path, name, store="tcp", world_size=2, timeout=timeout)
     for rank, (text, code) in enumerate(zip(texts, codes, strict=True)):

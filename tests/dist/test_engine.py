@@ -135,7 +135,9 @@ def warmup(k: int) -> float:
 
 def whole_loop(stage: int) -> None:
     scheduler = {"type": "WarmupDecayLR", "params": WARMUP}
-    engine, optimizer, loader, schedule = start(config(stage, accumulation=3, gradient_clipping=0.2, scheduler=scheduler))
+    engine, optimizer, loader, schedule = start(
+        config(stage, accumulation=3, gradient_clipping=0.2, scheduler=scheduler)
+    )
     assert optimizer is engine.optimizer and schedule is engine.lr_scheduler and loader is None
     assert type(optimizer) is zcompile.optim.AdamW
     assert engine.train_batch_size() == MICRO * 3 * world_size()
@@ -192,7 +194,9 @@ def own_objects(stage: int) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     settings = config(stage)
     del settings["optimizer"]
-    engine, same, _, schedule = start(settings, model, optimizer=optimizer, lr_scheduler=scheduler, model_parameters=None)
+    engine, same, _, schedule = start(
+        settings, model, optimizer=optimizer, lr_scheduler=scheduler, model_parameters=None
+    )
     assert same is optimizer and schedule is scheduler
     first = Trained(mean_over_ranks(script(engine, 6)), engine.module.full_state_dict())
     model = net()
@@ -373,7 +377,9 @@ def test_predivided_gradients(ranks: Pools, stage: int) -> None:
 
 def compile_keys() -> None:
     zero = {"stage": 2, "reduce_bucket_size": 1 << 19, "allgather_bucket_size": 1 << 20, "overlap_comm": False}
-    engine, *_ = start(config(communication_data_type="bf16", zero_optimization=zero, timeout=77, bf16={"enabled": True}))
+    engine, *_ = start(
+        config(communication_data_type="bf16", zero_optimization=zero, timeout=77, bf16={"enabled": True})
+    )
     spec = str(engine.module.pipeline)
     assert "reduce{stage=2 dtype=bf16" in spec and "bucket{mib=1}" in spec and "prefetch{lookahead=0" in spec
     assert engine._mesh.timeout == 77 and engine.bfloat16_enabled() and not engine.fp16_enabled()
@@ -481,7 +487,11 @@ def save_and_go_on(stage: int, folder: str, keys: dict[str, Any]) -> None:
     again = resumable(stage, **keys)
     path, client_state = again.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step3") and client_state == {"note": "three", "best": 0.5}
-    assert (again.global_steps, again.micro_steps, again.skipped_steps) == (3, 3 * again.gradient_accumulation_steps(), 0)
+    assert (again.global_steps, again.micro_steps, again.skipped_steps) == (
+        3,
+        3 * again.gradient_accumulation_steps(),
+        0,
+    )
     assert again.loss_scale() == (2048 if keys else 1) and again.get_lr() == [pytest.approx(warmup(3))]
     assert go_on(again, 7) == expected
     assert again.loss_scale() == engine.loss_scale() and again.get_lr() == engine.get_lr()

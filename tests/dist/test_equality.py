@@ -46,7 +46,9 @@ def combinations() -> list[Any]:
         for name in MODELS:
             for stage in STAGES:
                 default = stage == 3 and (world == 2 or (name in ALWAYS and world < 4))
-                default |= (world == 2 and name in ALWAYS) or (name == CHEAPEST and (world == 3 or stage == world - 1 == 3))
+                default |= (world == 2 and name in ALWAYS) or (
+                    name == CHEAPEST and (world == 3 or stage == world - 1 == 3)
+                )
                 marks = () if default else (pytest.mark.wide,)
                 found.append(pytest.param(name, stage, world, marks=marks, id=f"{name}-stage{stage}-{world}ranks"))
     return found

@@ -106,7 +106,9 @@ def same_bits(stage: int, keep: str, precision: str | None, steps: int) -> None:
     assert len(set(map(len, plain))) == 1
     assert all(len(g) <= len(p) for g, p in zip(gathered, plain, strict=True))
     assert sum(map(len, gathered)) < sum(map(len, plain))
-    if "first=99" in keep:  # forward gathers nothing that the backward before it had: 3 weights of each block and the head's
+    if (
+        "first=99" in keep
+    ):  # forward gathers nothing that the backward before it had: 3 weights of each block and the head's
         assert len(gathered[1]) == len(plain[1]) - 7
 
 
@@ -479,7 +481,11 @@ def test_a_window_in_which_other_things_happen(ranks: Pools, stage: int) -> None
 def other_options() -> None:
     """Offloading, checks of what regions compute, and recomputation."""
     case = Case(partial(Deep, 2), own_batch)
-    for options in ({"offload": "parameters"}, {"offload": "activations{mib=0}"}, {"debug_nonfinite": True, "recompute": "full"}):
+    for options in (
+        {"offload": "parameters"},
+        {"offload": "activations{mib=0}"},
+        {"debug_nonfinite": True, "recompute": "full"},
+    ):
         given = {"steps": 2, "stage": 3, "case": case, "precision": "bf16", **options}
         found, gathered = trained(**given, keep="keep{units=99}")
         wanted, _ = trained(**given, keep="keep{units=99}", holds=False)

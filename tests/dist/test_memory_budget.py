@@ -175,7 +175,13 @@ def slow_planning() -> float:
     Variants.candidate = slow
     try:
         model = zcompile.compile(
-            DEEP.build(), backend="eager", verify="off", timeout=8.0, memory_budget="100KiB", policy="prefetch", offload="none"
+            DEEP.build(),
+            backend="eager",
+            verify="off",
+            timeout=8.0,
+            memory_budget="100KiB",
+            policy="prefetch",
+            offload="none",
         )
         model(**DEEP.data(0, this_rank()))
     except BudgetError:

@@ -73,9 +73,7 @@ def test_a_sharded_parameter_is_named(ranks: Pools) -> None:
 def trains(name: str, stage: int) -> None:
     losses = []
     for debug in (True, False):
-        model = zcompile.compile(
-            CASES[name].build(), stage=stage, backend="eager", verify="off", debug_nonfinite=debug
-        )
+        model = zcompile.compile(CASES[name].build(), stage=stage, backend="eager", verify="off", debug_nonfinite=debug)
         losses.append(train(model, CASES[name], steps=2))
     assert losses[0] == losses[1]
 

@@ -19,8 +19,8 @@ from tests.dist.models import Case
 from tests.dist.pool import Pools
 from tests.dist.training import (
     Trained,
-    assert_equal_training,
     assert_close_gradients,
+    assert_equal_training,
     assert_same_bits,
     compile_and_train,
     full_gradients,
@@ -123,7 +123,9 @@ def other_options(stage: int) -> None:
     ):
         runs = []
         for offload in (None, "+".join(KINDS.values()), f"{KINDS['activations']}+{KINDS['optimizer']}"):
-            model = zcompile.compile(PLAIN.build(), stage=stage, backend="eager", verify="fast", offload=offload, **options)
+            model = zcompile.compile(
+                PLAIN.build(), stage=stage, backend="eager", verify="fast", offload=offload, **options
+            )
             optimizer = zcompile.optim.AdamW(model.parameters(), lr=1e-3)
             runs.append((windows(model, optimizer, clip=True), model.full_state_dict()))
         (without, state), everything, device = runs
@@ -267,7 +269,9 @@ def too_little(most: int, offload: str, call: bool) -> None:
 def test_too_little_memory_on_one_host(ranks: Pools, offload: str, what: str, call: bool) -> None:
     """An error on every rank before anything trains, with the numbers."""
     outcomes = ranks.outcomes(2, too_little, limit=60.0, most=1000, offload=offload, call=call)
-    assert outcomes[1].error == "HostMemoryError" and "this rank may have 1,000, of which 0 are taken" in outcomes[1].text
+    assert (
+        outcomes[1].error == "HostMemoryError" and "this rank may have 1,000, of which 0 are taken" in outcomes[1].text
+    )
     assert outcomes[1].text.startswith(f"offloading of {what} takes ")
     assert outcomes[0].error == "RankError" and f"offloading of {what} takes " in outcomes[0].text
 
@@ -276,7 +280,9 @@ def another_optimizer() -> str:
     model = zcompile.compile(PLAIN.build(), backend="eager", offload="optimizer")
     optimizer = torch.optim.AdamW(model.parameters())
     model(**PLAIN.data(0, this_rank())).backward()
-    with pytest.raises(OptimizerError, match="keeps its states on the device and offload='optimizer' puts none of them"):
+    with pytest.raises(
+        OptimizerError, match="keeps its states on the device and offload='optimizer' puts none of them"
+    ):
         optimizer.step()
     return str(len(optimizer.state))
 

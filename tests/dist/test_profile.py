@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -83,7 +84,11 @@ def covers(stage: int) -> None:
             own = [s for s in step.spans if s.phase == phase and s.kind != "gap"]
             assert [s.name for s in own if s.stream == "compute"] == list(nodes)
             flights = [s for s in own if s.stream == "group"]
-            starts = {s.name: s for s in own if s.stream == "compute" and s.kind in ("all_gather", "reduce_scatter", "all_reduce")}
+            starts = {
+                s.name: s
+                for s in own
+                if s.stream == "compute" and s.kind in ("all_gather", "reduce_scatter", "all_reduce")
+            }
             assert [s.name for s in flights] == list(starts) and flights
             waits = {s.label: s for s in own if s.kind == "wait"}
             for flight in flights:
@@ -91,7 +96,7 @@ def covers(stage: int) -> None:
                 assert flight.end_us <= waits[flight.label].end_us + 1e-6, "a collective ends before its wait does"
         assert step.shares[COMPUTATION] > 0 and step.shares[OPTIMIZER] > 0 and step.shares[EVALUATION] == 0
     # the step that shows memory begins with the first call, those that are timed with the second
-    walls = [1e6 * (b - a) for a, b in zip(begins[1:3], begins[2:4], strict=True)]
+    walls = [1e6 * (b - a) for a, b in itertools.pairwise(begins[1:4])]
     for step, wall in zip(profile.steps, walls, strict=True):
         assert step.step_us == pytest.approx(wall, abs=0.4 * PAUSE * 1e6)
     instructions = [*program.forward.program.instructions, *program.backward.program.instructions]
@@ -183,7 +188,11 @@ def sees_hidden_ones() -> None:
     for step in profile.steps:
         long = next(s for s in step.spans if s.kind == "region" and s.us >= FOUND * 1e6)
         waits = {s.label: s for s in step.spans if s.kind == "wait" and s.phase == "forward"}
-        beside = [s for s in step.collectives() if s.phase == "forward" and s.start_us <= long.start_us < waits[s.label].start_us]
+        beside = [
+            s
+            for s in step.collectives()
+            if s.phase == "forward" and s.start_us <= long.start_us < waits[s.label].start_us
+        ]
         assert beside, "something is gathered ahead"
         for span in beside:
             assert span.end_us <= waits[span.label].start_us
@@ -311,7 +320,9 @@ def ends() -> None:
         with pytest.raises(ConfigError, match="steps; pass a whole number of at least 1"):
             model.profile(wrong)
     profile = model.profile(steps=2)
-    assert profile.state == "profile has 0 of 2 steps; missing: one that shows memory, 2 more and the forward after them"
+    assert (
+        profile.state == "profile has 0 of 2 steps; missing: one that shows memory, 2 more and the forward after them"
+    )
     assert str(profile) == profile.state and not profile.done and profile.missing == 2
     with pytest.raises(ProfileError, match=r"0 of 2 steps; missing: .*; run on, or call stop\(\) after a step"):
         profile.to_dict()
@@ -352,7 +363,11 @@ def gives(folder: str) -> None:
         assert found and all(e["dur"] >= 0 and e["pid"] == this_rank() for e in found), name
     assert sum(e["ph"] == "C" for e in events) == len(profile.memory)
     data = json.loads(profile.to_json())
-    assert data["step_us"] == profile.step_us and len(data["steps"]) == 2 and data["region_times"] == profile.region_times()
+    assert (
+        data["step_us"] == profile.step_us
+        and len(data["steps"]) == 2
+        and data["region_times"] == profile.region_times()
+    )
     assert sum(data["shares_us"].values()) == pytest.approx(data["step_us"])
     text = str(profile)
     for word in ("computation", "waits for collectives", "together", "all_gather of ", "forward_0 (", "memory: "):
@@ -379,7 +394,9 @@ def gives(folder: str) -> None:
     assert len(beside.names) == beside.num_events == beside.num_spans > 10, str(beside)
     assert beside.row("regions").measured_us == pytest.approx(measured_us)
     assert beside.row("regions").predicted_us == pytest.approx(sum(e.end_us - e.start_us for e in alone))
-    assert beside.row("step").measured_us == profile.step_us and beside.row(EXPOSED).measured_us == profile.shares[EXPOSED]
+    assert (
+        beside.row("step").measured_us == profile.step_us and beside.row(EXPOSED).measured_us == profile.shares[EXPOSED]
+    )
     assert "most apart" in str(beside)
 
 

@@ -222,7 +222,8 @@ def asked_for(model: Any, optimizer: Any, step: int) -> Tensor:
     """``torch.autograd.grad`` through a replayed forward, then a backward through the next."""
     weight = model.get_parameter("first.weight")
     (grad,) = torch.autograd.grad(model(mine(30 + step))["loss"], [weight])
-    return torch.cat([plain(model, optimizer, step).reshape(1), grad.full_tensor().flatten() if hasattr(grad, "full_tensor") else grad.flatten()])
+    whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return torch.cat([plain(model, optimizer, step).reshape(1), whole.flatten()])
 
 
 def hooked(model: Any, optimizer: Any, step: int) -> Tensor:
@@ -230,8 +231,6 @@ def hooked(model: Any, optimizer: Any, step: int) -> Tensor:
         optimizer.seen = []
         model.get_parameter("middle.weight").register_hook(lambda g: optimizer.seen.append(g.clone()) or 2 * g)
     return plain(model, optimizer, step)
-
-
 
 
 LOOPS: dict[str, tuple[Callable[..., Tensor], int]] = {

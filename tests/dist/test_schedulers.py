@@ -73,7 +73,10 @@ def run_all() -> dict[str, tuple[list[Any], dict[str, list[Any]]]]:
         for name, make in OPTIMIZERS.items():
             model.load_state_dict(start)
             seen = run(model, make, schedule, lambda step: rows(step, this_rank()))
-            results[f"{schedule}, {name}"] = (seen, {key: value.tolist() for key, value in model.full_state_dict().items()})
+            results[f"{schedule}, {name}"] = (
+                seen,
+                {key: value.tolist() for key, value in model.full_state_dict().items()},
+            )
     return results
 
 
@@ -86,4 +89,6 @@ def test_schedules_are_those_of_plain_pytorch(ranks: Pools) -> None:
             assert seen == expected, name
             assert len({lr for lr, _ in seen}) > 1, f"{name} never changes the rate"
             for key, value in model.state_dict().items():
-                torch.testing.assert_close(torch.tensor(state[key]), value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    torch.tensor(state[key]), value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -24,7 +24,7 @@ NUM_BYTES = 4096
 class Memory:
     """In place of memory of GPUs: notes what it was made with, or finds that a rank does not come."""
 
-    made: list[tuple[int, float]] = []
+    made: ClassVar[list[tuple[int, float]]] = []
     others_come = True
 
     def __init__(self, num_bytes: int, device: Any, group: Any, timeout: float) -> None:
@@ -62,8 +62,12 @@ def test_a_rank_that_is_lost_while_memory_is_shared(ranks: Pools) -> None:
         assert (error, made, change) == ("", [(NUM_BYTES, peers.RENDEZVOUS_SECONDS)], 0.0)
     (error, made, _, seconds), _ = ranks(2, attempt, leaves="before")
     assert made == [] and seconds < 20.0, "nobody blocks on the store before all have come"
-    assert re.match(r"\[rank 0 of 2\] rank 1 has ended: rank 0 compares memory shared between GPUs; rank 1 has left", error)
+    assert re.match(
+        r"\[rank 0 of 2\] rank 1 has ended: rank 0 compares memory shared between GPUs; rank 1 has left", error
+    )
     (error, made, change, seconds), _ = ranks(2, attempt, leaves="after")
     assert len(made) == 1 and change == 0.0 and seconds < 20.0
-    assert re.match(r"\[rank 0 of 2\] rank 1 has ended: rank 0 lost a connection in sharing 4096 bytes of memory", error)
+    assert re.match(
+        r"\[rank 0 of 2\] rank 1 has ended: rank 0 lost a connection in sharing 4096 bytes of memory", error
+    )
     ranks.drop()
