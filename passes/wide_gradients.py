@@ -39,9 +39,9 @@ class WideGradients(JointPass):
         %g_t: f32[4, 8]{1, 4} = aten.permute(%g_wide, [1, 0])
         return grad 'w' %g_t, grad 'scale' %s
 
-    A matrix unit adds products of bf16 up in fp32 anyway. A cast of its rounded result reads and writes 6 bytes for each parameter,
-    which is 3 % of a step of 8B parameters at 4096 tokens; to write the sum costs no more than to write what it rounds to. Gradients
-    come out more precise, not less. Only values with no other reader change, so nothing is saved or read in a wider dtype.
+    A matrix unit adds products of bf16 up in fp32 anyway. To cast its rounded result reads and writes 6 bytes for each parameter; to
+    write the sum itself takes hardly longer than to write what it rounds to. Only values with no other reader change, so nothing is
+    saved or read in a wider dtype. Exact but for that rounding, which is left out.
 
     Attributes:
         device: the type of device whose products are asked for fp32; others have no such kernel.
