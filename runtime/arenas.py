@@ -94,6 +94,21 @@ class ArenaLayout:
         }
         self._last_runs: tuple[list[int], list[Run]] = ([], [])
 
+    def leading(self, share: float) -> frozenset[int]:
+        """The first trainable parameters, as they lie, that have at least this share of the bytes of all."""
+        trainable = [key for key in self.sizes if key.trainable]
+        missing = share * sum(self.sizes[key] * key.dtype.itemsize for key in trainable)
+        found: set[int] = set()
+        for key in trainable:
+            for index in self.members[key]:
+                if missing <= 0:
+                    return frozenset(found)
+                place = self.places[index]
+                assert place is not None, "members of arenas have places"
+                missing -= place.extent * key.dtype.itemsize
+                found.add(index)
+        return frozenset(found)
+
     def runs(self, indices: Iterable[int]) -> list[Run]:
         """The fewest runs that hold exactly these parameters; sharded and replicated ones never share a run."""
         indices = list(indices)

@@ -33,7 +33,7 @@ class Hosting:
         memory: on the host.
         lanes: the ways to it.
         parameters: whether shards and gradients are on the host.
-        update: updates states that are on the host; None where they are on the device.
+        update: updates states that are on the host; None where all are on the device.
     """
 
     def __init__(self, device: torch.device, memory: HostMemory, offloading: Offloading, step: str = "device") -> None:
@@ -42,12 +42,15 @@ class Hosting:
         self.lanes = Lanes(device)
         self.parameters = offloading.parameters is not None
         self.update: HostedUpdate | None = None
+        self._share = 1.0
+        self._hosted: frozenset[int] = frozenset()
         self._leaving: list[Copies] = []
         if self.parameters or offloading.optimizer is not None:
             self._update_there(offloading.optimizer or Moments(), "in place" if self.parameters else step)
 
     def _update_there(self, moments: Moments, step: str) -> None:
         self.update = HostedUpdate(self.device, self.memory, self.lanes, step, int(moments.chunk_mib * 2**20))
+        self._share = moments.share
 
     def host_states(self, moments: Moments, step: str, layout: ArenaLayout) -> None:
         """Have the states of optimizers on the host from now on. Those that there are stay until ``AdamW.move_states``.
@@ -67,6 +70,10 @@ class Hosting:
     def step(self) -> str:
         """Where states on the host are updated."""
         return "device" if self.update is None else self.update.step
+
+    def hosts_states(self, index: int) -> bool:
+        """Whether the states of a parameter are on the host."""
+        return index in self._hosted
 
     def promise(self, layout: ArenaLayout, *, speaks: bool) -> None:
         """Keep room for what comes later: states, and gradients. Where that saves little, ``speaks`` lets the log say so.
@@ -89,10 +96,12 @@ class Hosting:
     def _promise_states(self, layout: ArenaLayout) -> None:
         if self.update is None:
             return
-        sizes = {key: size for key, size in layout.sizes.items() if key.trainable}
-        self.memory.promise(NUM_MOMENTS * sum(size * key.dtype.itemsize for key, size in sizes.items()), STATES)
-        for key, size in sizes.items():
-            self.update.largest[key.dtype] = max(size, self.update.largest.get(key.dtype, 0))
+        self._hosted = layout.leading(self._share)
+        places = [place for index in self._hosted if (place := layout.places[index]) is not None]
+        self.memory.promise(NUM_MOMENTS * sum(p.extent * p.key.dtype.itemsize for p in places), STATES)
+        for key, size in layout.sizes.items():
+            if key.trainable:
+                self.update.largest[key.dtype] = max(size, self.update.largest.get(key.dtype, 0))
 
     def allocate(self, sizes: Mapping[ArenaKey, int]) -> dict[ArenaKey, Tensor]:
         """The flat parameter memory."""
@@ -106,11 +115,9 @@ class Hosting:
             return self.memory.zeros(numel, dtype, GRADIENTS)
         return aligned_empty(numel, dtype, self.device)
 
-    def states(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def states(self, numel: int, dtype: torch.dtype, *, hosted: bool) -> Tensor:
         """A flat state of zeros."""
-        if self.update is not None:
-            return self.memory.zeros(numel, dtype, STATES)
-        return aligned_zeros(numel, dtype, self.device)
+        return self.memory.zeros(numel, dtype, STATES) if hosted else aligned_zeros(numel, dtype, self.device)
 
     # Parameters that come, gradients that go. -------------------------------------------------------------------------
 

@@ -60,9 +60,9 @@ class MomentArena:
     """
 
     def __init__(self, shards: ParameterShards, key: ArenaKey, indices: Sequence[int], *, amsgrad: bool) -> None:
-        """Allocate zeros for parameters ``indices`` (rising in the parameter arena)."""
+        """Allocate zeros for parameters ``indices`` (rising in the parameter arena, their states all on the host or none)."""
         self.key = key
-        self.hosted = shards.hosting.update
+        self.hosted = shards.hosting.update if shards.hosting.hosts_states(indices[0]) else None
         self._param = shards.arenas()[key]
         self._gradient_arenas = shards.gradients.arenas
         self._places = [place for i in indices if (place := shards.layout.places[i]) is not None]
@@ -72,7 +72,8 @@ class MomentArena:
             self._starts.append(size)
             size += place.extent
         names = (*MOMENTS, MAXIMUM) if amsgrad else MOMENTS
-        self._flat = {name: shards.hosting.states(size, key.dtype) for name in names}
+        is_hosted = self.hosted is not None
+        self._flat = {name: shards.hosting.states(size, key.dtype, hosted=is_hosted) for name in names}
         self.steps = torch.zeros(len(indices), dtype=torch.float32)
         self._segments: dict[tuple[int, ...], Segments] = {}
         self._columns: dict[tuple[int, ...], Tensor] = {}

@@ -161,7 +161,7 @@ class AdamW(Optimizer):
         rest = dict(state_dict["state"])
         for number, parameter in zip(numbers, parameters, strict=False):  # torch says so if they differ
             found = Slot.of(parameter)
-            if number in rest and found is not None and found[0].hosting.update is not None:
+            if number in rest and found is not None and found[0].hosting.hosts_states(found[1]):
                 entry = rest[number]
                 hosted[parameter] = {k: v for k, v in entry.items() if isinstance(v, Tensor) and v.dim()}
                 rest[number] = {k: v for k, v in entry.items() if k not in hosted[parameter]}
@@ -256,12 +256,13 @@ class AdamW(Optimizer):
 
     def _make_home(self, members: Sequence[tuple[Tensor, ParameterShards, int]], amsgrad: bool) -> None:
         """Flat state for these parameters, with the values that they have already."""
-        wanted: dict[tuple[ParameterShards, Any], list[tuple[Tensor, int]]] = {}
+        wanted: dict[tuple[ParameterShards, Any, bool], list[tuple[Tensor, int]]] = {}
         for parameter, shards, index in members:
             place = shards.layout.places[index]
             assert place is not None, "flat gradients have elements"
-            wanted.setdefault((shards, place.key), []).append((parameter, index))
-        for (shards, key), group in wanted.items():
+            home = (shards, place.key, shards.hosting.hosts_states(index))
+            wanted.setdefault(home, []).append((parameter, index))
+        for (shards, key, _), group in wanted.items():
             group.sort(key=lambda member: shards.layout.places[member[1]].start)  # type: ignore[union-attr]
             arena = MomentArena(shards, key, [index for _, index in group], amsgrad=amsgrad)
             for cell, (parameter, _) in zip(arena.cells, group, strict=True):

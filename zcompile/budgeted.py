@@ -20,11 +20,12 @@ from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec
 from zcompile.planner.budget import tensor_bytes
 from zcompile.planner.choice import Choice, Decision, size
-from zcompile.planner.decide import Elsewhere, Space, decide, offloads
+from zcompile.planner.decide import Elsewhere, decide
 from zcompile.planner.hosted import hardware_here, step_here
+from zcompile.planner.space import Space, offloads
 from zcompile.planner.variants import Limits, Variants, library_bytes
 from zcompile.planner.walk import predict
-from zcompile.report import optimizer_bytes, optimizer_kind, state_bytes
+from zcompile.report import device_state_bytes, optimizer_kind, state_bytes
 from zcompile.runtime.full import broadcast, broadcast_object
 from zcompile.runtime.mesh import Mesh
 from zcompile.runtime.optimizer import AdamW
@@ -242,7 +243,9 @@ class Budgeted:
         )
         variants = self._variants(session, captured, asked)
         same = first.choice
-        space = Space.of(asked, (kept, "+".join(filter(None, ("activations", kept)))), amounts=not several)
+        space = Space.of(
+            asked, (kept, "+".join(filter(None, ("activations", kept)))), amounts=not several, shares=False
+        )
         if isinstance(same.recompute, float):
             most = variants.candidate(replace(same, recompute="full")).most_bytes
             same = replace(same, recompute=max(same.recompute * most / max(first.most_bytes, 1), 1e-4))
@@ -362,8 +365,7 @@ def _others(session: Session, inputs: list[Tensor]) -> int:
         return 0
     parameters, _, gradients, _ = state_bytes(shards)
     mine = 0 if shards.hosting.parameters else parameters + gradients
-    if shards.hosting.update is None:
-        mine += sum(optimizer_bytes(shards, optimizer)[0] for optimizer in optimizers_of(shards))
+    mine += device_state_bytes(shards, optimizers_of(shards))
     mine += session.runner.executor.buffers.held_bytes
     mine += sum(t.nbytes for t in (*session.model.buffers(), *inputs) if t.device == device)
     return max(torch.cuda.memory_allocated(device) - mine, 0)

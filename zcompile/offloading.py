@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zcompile.errors import ConfigError
@@ -34,10 +34,12 @@ class Moments:
         step: where the update runs: ``device`` (states pass through it chunk by chunk), ``cpu``, or ``auto``: what planning finds
             faster.
         chunk_mib: size of a chunk of one state, in MiB.
+        share: the least part of them that is on the host, of all that there are; the rest stays on the device.
     """
 
     step: str = "auto"
     chunk_mib: float = 32
+    share: float = 1
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,22 @@ class Offloading:
             if match[1] in found:
                 raise ConfigError(f"offload names {match[1]!r} twice; name it once")
             found[match[1]] = _KINDS[match[1]](**_options(match[1], match[2] or ""))
-        return cls(**found)
+        offloading = cls(**found)
+        if offloading.parameters is not None and offloading.optimizer is not None and offloading.optimizer.share < 1:
+            raise ConfigError(
+                f"offload keeps parameters on the host and {1 - offloading.optimizer.share:g} of their states on the device, where "
+                "nothing would update them; leave out optimizer{share}, or parameters"
+            )
+        return offloading
 
     @property
     def on_host(self) -> tuple[str, ...]:
         """The kinds that are offloaded."""
         return tuple(kind for kind in _KINDS if getattr(self, kind) is not None)
+
+    def with_share(self, share: float) -> Offloading:
+        """The same with so much of the optimizer's states on the host, if those are."""
+        return self if self.optimizer is None else replace(self, optimizer=replace(self.optimizer, share=share))
 
     @property
     def moves_in_steps(self) -> bool:
@@ -130,6 +142,10 @@ def _value(what: str, default: Any, text: str) -> Any:
         number = type(default)(text) if isinstance(default, int) and "." not in text else float(text)
     except ValueError:
         number = -1
+    if what == "optimizer{share}":
+        if not 0 < number <= 1:
+            raise ConfigError(f"offload has {what} {text!r}; it must be a number above 0 that is at most 1")
+        return number
     least = 0 if what != "optimizer{chunk_mib}" else 1 / 1024
     if not least <= number < 2**40 or (what.endswith("{lookahead}") and int(number) != number):
         raise ConfigError(f"offload has {what} {text!r}; it must be a number that is at least {least:g}")

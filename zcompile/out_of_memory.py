@@ -13,7 +13,7 @@ import torch
 from zcompile.errors import OutOfMemoryError
 from zcompile.placement import choose_shard_dim
 from zcompile.program import Program, Release, Start, StepProgram, TensorType
-from zcompile.report import optimizer_bytes, state_bytes
+from zcompile.report import device_state_bytes, state_bytes
 from zcompile.runtime.optimizer_guard import optimizers_of
 from zcompile.runtime.shards import ParameterShards
 from zcompile.session import Session
@@ -78,12 +78,10 @@ def anatomy(session: Session, error: BaseException) -> Anatomy:
     """What takes the memory now."""
     runner = session.runner
     parameters, _, gradients, _ = state_bytes(runner.shards)
-    optimizer = sum(optimizer_bytes(runner.shards, o)[0] for o in optimizers_of(runner.shards))
+    optimizer = device_state_bytes(runner.shards, optimizers_of(runner.shards))
     hosting = runner.shards.hosting
     if hosting.parameters:
         parameters = gradients = 0
-    if hosting.update is not None:
-        optimizer = hosting.update.device_bytes
     buffers = runner.executor.buffers
     gathered = buffers.held_bytes
     device = device_memory(runner.shards.mesh.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from zcompile.planner.choice import Decision
 from zcompile.planner.memory import Memory, by_category
 from zcompile.runtime.placed import local_of
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.shards import ParameterShards, Slot
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,19 @@ def optimizer_bytes(shards: ParameterShards, optimizer: Optimizer | None) -> tup
                 full = shards.specs[name].numel if name is not None and value.dim() else local.numel()
                 total += full * local.element_size()
     return mine, total
+
+
+def device_state_bytes(shards: ParameterShards, optimizers: Iterable[Optimizer]) -> int:
+    """Bytes that optimizer states take on the device: of those on the host only the buffers that they pass through."""
+    update = shards.hosting.update
+    found = 0 if update is None else update.device_bytes
+    for optimizer in optimizers:
+        for parameter, entry in optimizer.state.items():
+            slot = Slot.of(parameter)
+            if shards.hosting.parameters or (slot is not None and slot[0].hosting.hosts_states(slot[1])):
+                continue
+            found += sum(local_of(value).nbytes for value in entry.values() if isinstance(value, Tensor))
+    return found
 
 
 def optimizer_kind(optimizer: Optimizer | None) -> str:

@@ -91,7 +91,7 @@ def optimizer_pieces(
 def empty_state(shards: ParameterShards, name: str, dtype: torch.dtype) -> tuple[Piece, Tensor]:
     """Memory for one loaded state tensor of a parameter: the piece to fill, and the tensor as the optimizer holds it."""
     spec, mesh = shards.specs[name], shards.mesh
-    device = mesh.device if shards.hosting.update is None else torch.device("cpu")
+    device = torch.device("cpu") if shards.hosting.hosts_states(shards.index(name)) else mesh.device
     local = torch.empty(spec.local_shape(mesh.rank), dtype=dtype, device=device)
     return Piece.of_parameter(spec, local, mesh.rank), shards.as_seen(spec, local)
 

@@ -40,6 +40,7 @@ STEPS = 4
 KINDS = {"activations": "activations{mib=0}", "optimizer": "optimizer{chunk_mib=0.004}", "parameters": "parameters"}
 OPTIONS = ["+".join(KINDS[kind] for kind in kinds) for n in (1, 2, 3) for kinds in combinations(KINDS, n)]
 OPTIONS.append("optimizer{step=cpu chunk_mib=0.004}")
+OPTIONS += [f"optimizer{{{step}chunk_mib=0.004 share=0.4}}" for step in ("", "step=cpu ")]
 
 
 class Small(nn.Module):
@@ -87,6 +88,8 @@ def equal_training(stage: int) -> None:
         assert report.offloaded_bytes > 0 or "activations" not in offload
         shards = model._session.runner.shards
         assert (shards.hosting.update is None) == (offload == KINDS["activations"])
+        hosted = {shards.hosting.hosts_states(index) for index in range(len(shards.parameters))}
+        assert hosted == ({True, False} if "share" in offload else {offload != KINDS["activations"]})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -91,7 +91,6 @@ def test_types_and_ranges(name: str, value: Any, message: str) -> None:
     ("name", "value"),
     [
         ("zero_optimization.offload_optimizer", {"device": "nvme", "nvme_path": "/somewhere"}),
-        ("zero_optimization.offload_optimizer", {"device": "cpu", "ratio": 0.5}),
         ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/somewhere"}),
         ("zero_optimization.zero_quantized_weights", True),
         ("zero_optimization.zero_hpz_partition_size", 8),

@@ -314,6 +314,9 @@ def test_second_sample() -> None:
         (0, {"offload_optimizer": {"device": "cpu"}}, None),
         (3, {"cpu_offload_param": True, "offload_optimizer": {"device": "none"}}, "parameters"),
         (3, {"offload_optimizer": {"device": "none"}}, None),
+        (3, {"offload_optimizer": {"device": "cpu", "ratio": 0}}, None),
+        (2, {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "optimizer{share=0.3}"),
+        (2, {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, "optimizer"),
     ],
 )
 def test_offloading(stage: int, zero: dict[str, Any], offload: str | None) -> None:
@@ -321,3 +324,9 @@ def test_offloading(stage: int, zero: dict[str, Any], offload: str | None) -> No
     assert found.offload == offload
     if offload is None and stage < 3 and zero:
         assert any(name.startswith("zero_optimization.") for name in found.moot)
+
+
+def test_parameters_on_the_host_have_all_states_there() -> None:
+    sections = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "offload_param": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.ratio is 0\.5 and parameters are offloaded"):
+        resolve({"train_batch_size": 2, "zero_optimization": {"stage": 3, **sections}}, Facts(world_size=2))

@@ -18,10 +18,11 @@ from zcompile.__main__ import main
 from zcompile.config import Config
 from zcompile.errors import BudgetError, ConfigError
 from zcompile.planner.choice import Candidate, Choice
-from zcompile.planner.decide import KINDS, Space, decide, offloads
+from zcompile.planner.decide import decide
 from zcompile.planner.hardware import Hardware, hardware
 from zcompile.planner.memory import Setup
 from zcompile.planner.plan import Plan
+from zcompile.planner.space import KINDS, Space, offloads
 from zcompile.planner.trace import Traced, trace
 from zcompile.planner.variants import Limits, Variants
 from zcompile.scheduled import Splits
@@ -148,6 +149,28 @@ def test_amounts_are_between_the_ends() -> None:
     assert by_mode["selective"].saved_bytes < found.chosen.saved_bytes < found.chosen.most_bytes
     assert by_mode[None].step_us <= found.chosen.step_us <= by_mode["selective"].step_us
     assert 0.9 * budget < found.chosen.peak_bytes <= budget
+
+
+def test_as_many_states_stay_on_the_device_as_have_room() -> None:
+    """Which is faster than to have all on the host."""
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6))), torch.empty(8, 2048)
+
+    def chosen(budget: Any, offload: str | None) -> Candidate:
+        given = {"policy": "none", "recompute": "none", "loss_chunk": "none", "stage": 3, "hardware": "h200"}
+        plan = zcompile.plan(
+            model, (x,), memory_budget=budget, offload=offload, world_size=WORLD, backend="eager", advise=False, **given
+        )
+        return plan.decision.chosen
+
+    none, whole = chosen(1.0, "none"), chosen(1.0, "optimizer{chunk_mib=1}")
+    assert whole.peak_bytes < none.peak_bytes and none.step_us < whole.step_us
+    part = chosen((none.peak_bytes + whole.peak_bytes) // 2, None)
+    moments = part.choice.offloading.optimizer
+    assert moments is not None and 0.4 < moments.share < 0.7
+    assert none.step_us < part.step_us < whole.step_us and whole.peak_bytes < part.peak_bytes < none.peak_bytes
+    assert 0.4 * whole.host_bytes < part.host_bytes == part.state_bytes < 0.7 * whole.host_bytes
+    assert chosen(part.peak_bytes, str(part.choice.offloading)).peak_bytes == part.peak_bytes, "what is given stays"
 
 
 def make(budget: Any, rows: int = 16, **options: Any) -> Plan:

@@ -140,6 +140,7 @@ def test_advice_offloads_what_does_not_fit() -> None:
         (None, Offloading()),
         ("activations", Offloading(Activations())),
         ("optimizer{step=cpu chunk_mib=4} + parameters", Offloading(None, Moments("cpu", 4.0), Parameters())),
+        ("optimizer{share=0.25}", Offloading(None, Moments(share=0.25), None)),
         (["parameters", "activations{lookahead=2 mib=0.5}"], Offloading(Activations(0.5, 2), None, Parameters())),
     ],
 )
@@ -159,6 +160,12 @@ def test_the_option(given: Any, expected: Offloading) -> None:
         (
             "optimizer{chunk_mib=0}",
             r"offload has optimizer{chunk_mib} '0'; it must be a number that is at least 0.000976562",
+        ),
+        ("optimizer{share=0}", r"offload has optimizer{share} '0'; it must be a number above 0 that is at most 1"),
+        ("optimizer{share=1.5}", r"offload has optimizer{share} '1.5'"),
+        (
+            "optimizer{share=0.5}+parameters",
+            "offload keeps parameters on the host and 0.5 of their states on the device",
         ),
         ("activations{mib=-1}", r"offload has activations{mib} '-1'; it must be a number that is at least 0"),
         ("activations{lookahead=1.5}", r"offload has activations{lookahead} '1.5'"),

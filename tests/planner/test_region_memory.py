@@ -17,6 +17,7 @@ from zcompile.ir.graph import Region
 from zcompile.lower import interpret
 
 aten = torch.ops.aten
+prims: Any = torch.ops.prims
 
 
 class Live(TorchDispatchMode):
@@ -108,6 +109,20 @@ def test_what_fuses_takes_no_memory() -> None:
     rows = 2 * 64 * 4
     assert 2 * big + big * 3 <= fused + rows and fused <= 2 * big + 3 * big + 32 * 32 * 4 + rows
     assert fused < whole or fused == whole
+
+
+def put(table: Any, index: Any, values: Any) -> Any:
+    """The gradient of an embedding, as decomposed."""
+    rows, index = aten.full_like.default(table, 0.0), prims.convert_element_type.default(index, torch.int64)
+    return (aten._unsafe_masked_index_put_accumulate.default(rows, aten.ge.Scalar(index, 0), [index], values),)
+
+
+def test_what_is_written_into_is_there_once() -> None:
+    """A compiler fills the memory of the result with what it is a copy of."""
+    r = region(put, (512, 64), (16, 1), (16, 64))
+    table, rest = 512 * 64 * 4, 16 * (8 + 1)
+    assert RegionMemory(r, fused=False).extra(()) == 2 * table + rest
+    assert table <= RegionMemory(r, fused=True).extra(()) <= table + rest
 
 
 def test_a_broadcast_tensor_takes_what_it_stores() -> None:

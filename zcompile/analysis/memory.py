@@ -29,6 +29,7 @@ _ROOTS = frozenset(
     {
         "all", "amax", "amin", "any", "argmax", "argmin", "cumsum", "index_add", "index_put", "max", "mean", "min", "prod",
         "scatter", "scatter_add", "scatter_reduce", "select_scatter", "slice_scatter", "sum", "var", "var_mean",
+        "_unsafe_index_put", "_unsafe_masked_index_put_accumulate",
     }
 )  # fmt: skip
 

@@ -170,7 +170,6 @@ _OFFLOAD = {
     ),
     **_moot(bool, None, "memory of the host is page-locked always", "pin_memory"),
     **_moot(bool, None, _OFFLOAD_ONLY, "pipeline pipeline_read pipeline_write fast_init super_offload"),
-    "ratio": Key(float, 1.0, low=0, refuse="all states are offloaded or none; leave it out"),
     **_moot(float, None, _OFFLOAD_ONLY, "cpuadam_cores_perc"),
     **_moot(int, None, _OFFLOAD_ONLY, "buffer_count buffer_size max_in_cpu"),
     "nvme_path": Key(str, None, moot=_OFFLOAD_ONLY),
@@ -217,7 +216,7 @@ _ZERO = _section(
         "zenflow": Key(dict, None, refuse=_NOT_YET),
         "cpu_offload": Key(bool, False, when=(1, 2, 3)),
         "cpu_offload_param": Key(bool, False, when=(3,)),
-        **_section("offload_optimizer", _in_stages((1, 2, 3), _OFFLOAD)),
+        **_section("offload_optimizer", _in_stages((1, 2, 3), {**_OFFLOAD, "ratio": Key(float, 1.0, low=0, high=1)})),
         **_section("offload_param", _in_stages((3,), _OFFLOAD)),
     },
 )

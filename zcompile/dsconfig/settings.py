@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zcompile.dsconfig.batch import BATCH_KEYS, Batch
 from zcompile.dsconfig.keys import KEYS, OFFLOADS
 from zcompile.dsconfig.reading import Given, read
 from zcompile.errors import ConfigError
@@ -15,6 +16,7 @@ from zcompile.errors import ConfigError
 MIB = 1 << 20
 #: bytes of an element, by dtype
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+_RATIO = "zero_optimization.offload_optimizer.ratio"
 #: as many units as a memory bound lets in
 ANY_UNITS = 1000
 
@@ -32,16 +34,6 @@ class Facts:
     world_size: int = 1
     dtype: str = "fp32"
     hidden_size: int | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of a step: ``train == micro * accumulation * world``."""
-
-    train: int
-    micro: int
-    accumulation: int
-    world: int
 
 
 @dataclass(frozen=True)
@@ -170,7 +162,7 @@ class _Resolver:
                 "optimizer.params",
                 "scheduler.params",
             )
-            if not (resolvable or name in _BATCH_KEYS or name in self._DEFAULT_IF_AUTO or KEYS[name].moot):
+            if not (resolvable or name in BATCH_KEYS or name in self._DEFAULT_IF_AUTO or KEYS[name].moot):
                 raise ConfigError(f"{name} is 'auto', which nothing here can resolve; give a value")
 
     def take(self, name: str, auto: Any = None) -> Any:
@@ -240,31 +232,12 @@ class _Resolver:
 
     def batch(self) -> Batch:
         """The three batch sizes; any two give the third, and one alone means no accumulation."""
-        world = self.facts.world_size
-        train, micro, steps = (None if name in self.given.auto else self.given.get(name) for name in _BATCH_KEYS)
-        if train is None and micro is None:
-            also = f" (only gradient_accumulation_steps = {steps} is)" if steps else ""
-            raise ConfigError(
-                f"neither train_batch_size nor train_micro_batch_size_per_gpu is given{also}; give at least one of them as a number"
-            )
-        if train is None:
-            assert micro is not None, "one of the two is given"
-            steps = steps or 1
-            train = micro * steps * world
-        elif micro is None:
-            steps = steps or 1
-            micro = _quotient(train, {"gradient_accumulation_steps": steps, "world size": world})
-        elif steps is None:
-            steps = _quotient(train, {"train_micro_batch_size_per_gpu": micro, "world size": world})
-        elif train != micro * steps * world:
-            raise ConfigError(
-                f"train_batch_size is {train}, but train_micro_batch_size_per_gpu {micro} * gradient_accumulation_steps {steps} * "
-                f"world size {world} = {micro * steps * world}; change or leave out one of them"
-            )
-        for name, value in zip(_BATCH_KEYS, (train, micro, steps), strict=True):
+        train, micro, steps = (None if name in self.given.auto else self.given.get(name) for name in BATCH_KEYS)
+        batch = Batch.of(train, micro, steps, self.facts.world_size)
+        for name, value in zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True):
             source = "auto" if name in self.given.auto else "config" if self.given.get(name) is not None else "derived"
             self.show(name, value, source)
-        return Batch(train, micro, steps, world)
+        return batch
 
     def accumulate_dtype(self, precision: str | None) -> str | None:
         """What data_types says must be what happens; sums in fp32 over narrower gradients are the one choice."""
@@ -352,6 +325,15 @@ class _Resolver:
             if self.given.get(name) in ("cpu", True) and stage in KEYS[name].when:
                 self.take(name)
                 kinds[kind] = None
+        ratio = self.given.get(_RATIO)
+        if "optimizer" in kinds and ratio < 1:
+            if "parameters" in kinds:
+                raise ConfigError(
+                    f"{_RATIO} is {ratio:g} and parameters are offloaded, whose states are all on the host then; leave it out"
+                )
+            self.take(_RATIO)
+            del kinds["optimizer"]
+            kinds |= {f"optimizer{{share={ratio:g}}}": None} if ratio else {}
         return "+".join(kinds) or None
 
     def component(self, name: str) -> Component | None:
@@ -380,17 +362,3 @@ class _Resolver:
             elif stage not in key.when:
                 found[name] = f"it is read in stage {', '.join(map(str, key.when))} only, and the stage is {stage}"
         return found
-
-
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def _quotient(train: int, by: Mapping[str, int]) -> int:
-    """``train`` divided by a product that must divide it."""
-    product = 1
-    for value in by.values():
-        product *= value
-    if train % product:
-        text = " * ".join(f"{name} {value}" for name, value in by.items())
-        raise ConfigError(f"train_batch_size is {train}, which {text} = {product} does not divide; change one of them")
-    return train // product

@@ -63,9 +63,9 @@ class Choice:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for choices that differ in their policy, or in how much blocks save, alone."""
+        """Equal for choices that differ in their policy, or in how much blocks save or leaves the device, alone."""
         saved = "some" if isinstance(self.recompute, float) else self.recompute
-        return (self.stage, saved, self.loss_chunk, self.offload)
+        return (self.stage, saved, self.loss_chunk, str(self.offloading.with_share(1)))
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}", f"policy {self.policy}"]

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 from zcompile.analysis.units import MIB
 from zcompile.capture.joint import Captured
-from zcompile.config import Config
 from zcompile.errors import BudgetError, PassError, PipelineError, PlanError, RankError, VerifyError
 from zcompile.offloading import Offloading
-from zcompile.placement import ParamSpec
 from zcompile.planner.budget import close_in
 from zcompile.planner.choice import Candidate, Choice, Decision, best_of_kinds, fastest, size
-from zcompile.planner.hosted import fitting_moments
+from zcompile.planner.space import Space
 from zcompile.planner.variants import Variants
 from zcompile.scheduled import Splits
-
-#: what may go to the host
-KINDS = ("activations", "optimizer", "parameters")
 
 #: what says that a combination cannot be had for a model
 CANNOT = (PassError, PipelineError, PlanError, VerifyError)
@@ -34,70 +29,6 @@ SMALLEST = ("keep{units=0},bucket{mib=0},prefetch", "none")
 
 #: stage, recompute, loss_chunk, offload
 Group = tuple[int, str | None, str, str]
-
-
-@dataclass(frozen=True)
-class Space:
-    """What may be chosen, each from the most memory and the least time to the contrary.
-
-    Attributes:
-        stages: ZeRO stages, in any order.
-        recomputes: of blocks.
-        loss_chunks: of the cross-entropy.
-        offloads: what is on the host.
-        schedules: whether policies are chosen.
-        amounts: whether blocks may save any amount between the ends of ``recomputes``.
-        notes: why something is not there that might be.
-    """
-
-    stages: tuple[int, ...]
-    recomputes: tuple[str | None, ...]
-    loss_chunks: tuple[str, ...]
-    offloads: tuple[str, ...]
-    schedules: bool
-    amounts: bool
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        offloads: tuple[str, ...],
-        *,
-        stages: tuple[int, ...] = (),
-        amounts: bool = True,
-        notes: tuple[str, ...] = (),
-    ) -> Space:
-        """What the options leave free.
-
-        Args:
-            config: ``free`` names what may be chosen.
-            offloads: what may go to the host, if that is free.
-            stages: to choose from; empty: the one that there is.
-            amounts: whether blocks may save any amount, if that is free.
-            notes: why something is not offered.
-        """
-        free = config.free
-        return cls(
-            stages=stages or (config.stage,),
-            recomputes=(None, "selective", "full") if "recompute" in free else (config.recompute_mode,),
-            loss_chunks=("none", "auto") if "loss_chunk" in free else (config.loss_chunk or "none",),
-            offloads=offloads if "offload" in free else (config.offload or "",),
-            schedules="policy" in free,
-            amounts=amounts and "recompute" in free,
-            notes=notes,
-        )
-
-
-def offloads(specs: Sequence[ParamSpec], kinds: Collection[str] = KINDS) -> tuple[str, ...]:
-    """What may go to the host, that which costs least first: parameters never without the rest."""
-    moments = Offloading(optimizer=fitting_moments(specs))
-    found = ["", *(["activations"] if "activations" in kinds else [])]
-    if "optimizer" in kinds:
-        found += ["+".join(filter(None, (other, str(moments)))) for other in found]
-    if "parameters" in kinds:
-        found.append("activations+optimizer+parameters")
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -169,6 +100,8 @@ class _Search:
                     self._plan_group(group)
         if space.amounts:
             self._plan_amounts()
+        if space.shares:
+            self._plan_shares()
 
     def _policies(self, stage: int) -> list[str]:
         """Schedules of a stage, from the most memory to the least. Stages 1 and 2 keep everything anyway, 0 gathers nothing."""
@@ -216,6 +149,9 @@ class _Search:
             and space.recomputes.index(again) <= space.recomputes.index(my_again)
             and space.loss_chunks.index(chunk) <= space.loss_chunks.index(my_chunk)
             and _parts(moved) <= _parts(my_moved)
+            and not (
+                space.shares and _may_share(moved) and _may_share(my_moved)
+            )  # less memory makes room for states then
         )
 
     def _may_win(self, bound_us: float) -> bool:
@@ -279,9 +215,32 @@ class _Search:
         candidate = self.plan(replace(like.choice, recompute=max(round(saved_bytes / MIB, 4), 1e-4)))
         return like if candidate is None else candidate
 
+    # Any share of the states. -----------------------------------------------------------------------------------------
+
+    def _plan_shares(self) -> None:
+        """Where states are on the host and there is room: as many of them on the device as have it."""
+        for found in best_of_kinds(self.planned):
+            if not found.fits or not _may_share(found.choice.offload):
+                continue
+            usual = (
+                self.plan(replace(found.choice, policy=self.variants.config.policy)) if self.space.schedules else None
+            )
+            for candidate in dict.fromkeys((found, usual)):  # what is kept gathered has the room as well
+                if candidate is not None and candidate.fits and candidate.state_bytes:
+                    room = self.variants.limits.budget_bytes - candidate.peak_bytes
+                    share = math.ceil(1000 * (1 - room / candidate.state_bytes)) / 1000
+                    if 0 < share < 1:
+                        offloading = candidate.choice.offloading.with_share(share)
+                        self.plan(replace(candidate.choice, offload=str(offloading)))
+
 
 def _parts(offload: str) -> set[str]:
     return set(Offloading.parse(offload or None).on_host)
+
+
+def _may_share(offload: str) -> bool:
+    """Whether a part of the optimizer's states may stay on the device."""
+    return "optimizer" in _parts(offload) and "parameters" not in _parts(offload)
 
 
 def _given_for_nothing(chosen: Candidate, space: Space) -> list[str]:

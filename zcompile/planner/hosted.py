@@ -23,14 +23,16 @@ def parameter_bytes(layout: ArenaLayout) -> int:
     return sum(pages(size * key.dtype.itemsize) for key, size in layout.sizes.items())
 
 
-def state_bytes(layout: ArenaLayout, indices: Iterable[int], count: int) -> int:
-    """Host memory of ``count`` states of these parameters, which lie in an arena for each of theirs."""
-    sizes: Counter[ArenaKey] = Counter()
+def state_bytes(layout: ArenaLayout, indices: Iterable[int], count: int, share: float = 1) -> tuple[int, int]:
+    """Memory of ``count`` states of these parameters, which lie in an arena for each of theirs: on the host, and on the device."""
+    sizes: tuple[Counter[ArenaKey], Counter[ArenaKey]] = (Counter(), Counter())
+    hosted = layout.leading(share)
     for index in indices:
         place = layout.places[index]
         if place is not None:
-            sizes[place.key] += place.extent
-    return count * sum(pages(size * key.dtype.itemsize) for key, size in sizes.items())
+            sizes[index not in hosted][place.key] += place.extent
+    there, here = ([size * key.dtype.itemsize for key, size in part.items()] for part in sizes)
+    return count * sum(map(pages, there)), count * sum(here)
 
 
 def buffer_bytes(layout: ArenaLayout, moments: Moments) -> int:
@@ -84,6 +86,6 @@ def fitting_moments(specs: Sequence[ParamSpec]) -> Moments:
 
 
 def chunks(num_params: int, moments: Moments | None) -> list[int]:
-    """Parameters of each chunk of an update, in float32."""
+    """Parameters of each chunk of an update of so many with states on the host, in float32."""
     size = chunk_numel(int((moments or Moments()).chunk_mib * 2**20), torch.float32, num_params)
     return [min(size, num_params - start) for start in range(0, num_params, size)]

@@ -110,8 +110,10 @@ def step_jobs(
         if offloading.parameters is None and offloading.optimizer is None:
             walk.issuer.update(local_params(step))
         else:
-            chunks = hosted.chunks(local_params(step), offloading.optimizer)
-            walk.issuer.update_hosted(chunks, hosted.step_of(offloading, costs.hardware))
+            params = local_params(step)
+            there = params if offloading.optimizer is None else round(params * offloading.optimizer.share)
+            chunks = hosted.chunks(there, offloading.optimizer)
+            walk.issuer.update_hosted(chunks, hosted.step_of(offloading, costs.hardware), rest=params - there)
     return walk.issuer.jobs
 
 

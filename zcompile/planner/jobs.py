@@ -170,17 +170,21 @@ class Issuer:
         moved = rates.ADAMW_BYTES * num_params
         self.compute("update", "optimizer", us, self.hardware.host.step_us, everything, moved)
 
-    def update_hosted(self, chunks: Sequence[int], step: str) -> None:
+    def update_hosted(self, chunks: Sequence[int], step: str, *, rest: int = 0) -> None:
         """Issue AdamW on states that are on the host, chunk by chunk.
 
         Args:
             chunks: float32 parameters of each.
             step: ``device``: states come, are updated and go, in three buffers; the first may come while backward runs. ``cpu``:
                 gradients and parameters come to the processors, parameters go back. ``in place``: all of them are there.
+            rest: parameters with states on the device.
         """
         hw, everything = self.hardware, tuple(range(len(self.jobs)))
         self.phase = "optimizer"
         self.wait(everything)
+        if rest:
+            us, moved = rates.optimizer_us(rest, hw), rates.ADAMW_BYTES * rest
+            self.compute("update_rest", "optimizer", us, hw.host.kernel_us, everything, moved)
         gone: list[int] = []
         for number, size in enumerate(chunks):
             name = f"update_{number}"

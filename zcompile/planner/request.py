@@ -15,11 +15,12 @@ from zcompile.config import Config
 from zcompile.planner import states
 from zcompile.planner.advice import advise as with_advice
 from zcompile.planner.advice import with_batch
-from zcompile.planner.decide import Elsewhere, Space, decide, offloads
+from zcompile.planner.decide import Elsewhere, decide
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs
 from zcompile.planner.memory import Setup
 from zcompile.planner.plan import Plan, batch_of, make
+from zcompile.planner.space import Space, offloads
 from zcompile.planner.trace import Traced, trace_with
 from zcompile.planner.variants import Limits, Variants, library_bytes
 from zcompile.scheduled import Splits

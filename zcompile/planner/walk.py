@@ -138,7 +138,11 @@ class StepWalk:
             self.totals["optimizer states"] = self.optimizer_bytes
             return
         trained = [self.index[name] for name in dict.fromkeys(self.trained)]
-        self.host["optimizer states"] = hosted.state_bytes(layout, trained, states.num_states(self.setup.optimizer))
+        share = 1.0 if offloading.optimizer is None else offloading.optimizer.share
+        count = states.num_states(self.setup.optimizer)
+        self.host["optimizer states"], self.totals["optimizer states"] = hosted.state_bytes(
+            layout, trained, count, share
+        )
         if offloading.optimizer is not None and not self.parameters_on_host and trained:
             buffers = hosted.buffer_bytes(layout, offloading.optimizer)
             if self.setup.step == "cpu":
