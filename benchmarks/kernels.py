@@ -1,6 +1,8 @@
-"""Bandwidth of the flat kernels on one GPU beside that of a copy, and beside torch's own: ``python benchmarks/kernels.py``.
+"""Kernels on one GPU.
 
-``--tune`` also times other block sizes and numbers of warps.
+python benchmarks/kernels.py             bandwidth of the flat kernels beside that of a copy, and beside torch's own
+python benchmarks/kernels.py --tune      also with other block sizes and numbers of warps
+python benchmarks/kernels.py --products  gradients of weights in fp32: rounded and cast up, or as the product adds them up
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.llama import SIZES  # noqa: E402
 from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments  # noqa: E402
 from zcompile.runtime.kernels.adamw import BLOCK_ELEMENTS, NUM_WARPS, Launch  # noqa: E402
 from zcompile.runtime.kernels.sumsq import sum_of_squares  # noqa: E402
@@ -37,13 +40,33 @@ def median_ms(call: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
 
+def show_products() -> None:
+    """The matrices of a block and the head, for the rows of one micro-batch."""
+    print(f"{'gradient of':28}{'product ms':>12}{'cast':>9}{'fp32 product':>14}{'of both':>9}")
+    for name, size in SIZES.items():
+        rows, h, kv = size.micro_batch * size.seq, size.hidden, size.hidden * size.kv_heads // size.heads
+        for out, inner in ((h, h), (kv, h), (size.ffn, h), (h, size.ffn), (size.vocab, h)):
+            of_y = torch.randn(rows, out, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+            low, wide = (torch.empty(out, inner, device="cuda", dtype=d) for d in (torch.bfloat16, torch.float32))
+            product = median_ms(lambda y=of_y, x=x, low=low: torch.mm(y.t(), x, out=low))
+            cast = median_ms(lambda low=low, wide=wide: wide.copy_(low))
+            both = median_ms(lambda y=of_y, x=x, wide=wide: torch.mm(y.t(), x, out_dtype=wide.dtype, out=wide))
+            title = f"{name} [{out}, {inner}]"
+            print(f"{title:28}{product:>12.3f}{cast:>9.3f}{both:>14.3f}{both / (product + cast):>9.1%}", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 29, help="parameters")
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="other block sizes and numbers of warps, too")
+    parser.add_argument("--products", action="store_true", help="of matrices, and nothing else")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("the kernels are timed on a GPU, and torch sees none")
+    if args.products:
+        show_products()
+        return
     numel = args.numel
     param, grad, first = (torch.randn(numel, device="cuda") for _ in range(3))
     second, low = torch.rand(numel, device="cuda"), torch.empty(numel, dtype=torch.bfloat16, device="cuda")

@@ -129,7 +129,8 @@ def main() -> None:
         runs = [("FSDP2", SYSTEMS["fsdp2-c"], plain), ("FSDP2, kept", SYSTEMS["fsdp2-c"], replace(plain, keep=True))]
         for stage in args.stages.split(","):
             for hold in ("none", "default") if stage in "12" else HOLDS:
-                others = {"gradient_accumulation_steps": args.micro_batches}
+                # steps that hold weights are issued, so all are; nor would gathers of a recording be counted
+                others = {"gradient_accumulation_steps": args.micro_batches, "cuda_graphs": False}
                 options = replace(plain, policy=HOLDS[hold], others=others)
                 runs.append((f"zc{stage}, hold {hold}", SYSTEMS[f"zc{stage}"], options))
         if here.rank == 0:
