@@ -162,6 +162,10 @@ class ParameterShards:
         """The Parameter that the user sees; the same object for every alias."""
         return self.parameters[self.index(name)]
 
+    def parameters_of(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """The Parameters of these canonical names."""
+        return [self.parameters[self._index[name]] for name in names]
+
     def name_of(self, parameter: Tensor) -> str | None:
         """The canonical name of one of our Parameters; None for any other tensor."""
         found = Slot.of(parameter)

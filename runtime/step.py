@@ -62,7 +62,7 @@ class StepRunner:
             outputs, _ = self.run_forward(step, constants, inputs)
             return outputs
         self.shards.drop_gradients()
-        parameters = [self.shards.parameter(name) for name in step.trainable]
+        parameters = self.shards.parameters_of(step.trainable)
         outputs = _Step.apply(self, step, constants, len(inputs), self._probe, *inputs, *parameters)
         return list(outputs)
 
@@ -260,8 +260,10 @@ class StepRunner:
         if held.local:
             self.agreement.event(f"reduction of local gradients ({step.label})", TextSequence.of(*held.local))
             leftovers = dict(self.executor.reduce_local(list(held.local), "reduction"))
-        hooked = {name for name, _ in grads if compat.tensor_hooks(self.shards.parameter(name))}
-        grads = [(name, value + leftovers.pop(name) if name in leftovers else value) for name, value in grads]
+        hooks = compat.tensor_hooks(self.shards.parameters_of([name for name, _ in grads]))
+        hooked = {name for (name, _), has in zip(grads, hooks, strict=True) if has} if any(hooks) else set()
+        if leftovers:
+            grads = [(name, value + leftovers.pop(name) if name in leftovers else value) for name, value in grads]
         grads = self._through_window([*grads, *leftovers.items()])
         direct = [g for g in grads if g[0] not in hooked] if hooked else grads
         self.shards.accumulate_many([name for name, _ in direct], [value for _, value in direct])
@@ -269,8 +271,9 @@ class StepRunner:
 
     def _for_hooks(self, step: StepProgram, names: list[str]) -> dict[str, Any]:
         """Local gradients of the parameters that have hooks, reduced: a hook is called in every backward, with a gradient."""
-        parameters = [(name, self.shards.parameter(name)) for name in names]
-        hooked = [name for name, p in parameters if compat.tensor_hooks(p) or compat.accumulation_hooks(p)]
+        parameters = self.shards.parameters_of(names)
+        hooks = zip(names, compat.tensor_hooks(parameters), map(compat.accumulation_hooks, parameters), strict=True)
+        hooked = [name for name, before, after in hooks if before or after]
         if not hooked:
             return {}
         self.agreement.event(f"reduction of gradients with hooks ({step.label})", TextSequence.of(*hooked))
