@@ -28,7 +28,7 @@ TRACES_COPIES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 1
 
 # What is done for each of many tensors, in C: a replayed step asks these of every parameter.
 _data_ptr, _use_count = torch.Tensor.data_ptr, torch.Tensor._use_count
-_grad, _tensor_hooks = operator.attrgetter("grad"), operator.attrgetter("_backward_hooks")
+_requires_grad, _grad, _tensor_hooks = map(operator.attrgetter, ("requires_grad", "grad", "_backward_hooks"))
 
 
 # Fake tensors. --------------------------------------------------------------------------------------------------------
@@ -263,10 +263,10 @@ def compile_settings() -> Iterator[str]:
 def _check_kernels() -> None:
     """Raises TypeError if somebody has given an operator of torch's another decomposition or gradient."""
     ours = (f"{os.path.dirname(torch.__file__)}{os.sep}", __file__)
-    for operator, function in decompositions().items():
+    for overload, function in decompositions().items():
         code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is not None and operator.namespace in ("aten", "prims") and not code.co_filename.startswith(ours):
-            raise TypeError(f"the decomposition of {operator.name()} is in {code.co_filename}, which is not torch's")
+        if code is not None and overload.namespace in ("aten", "prims") and not code.co_filename.startswith(ours):
+            raise TypeError(f"the decomposition of {overload.name()} is in {code.co_filename}, which is not torch's")
     for kernel in torch.library._impls:
         namespace, name, key = kernel.split("/")
         if namespace == "aten" and "Auto" in key:
@@ -619,8 +619,14 @@ def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
+def requires_grad(tensors: Iterable[torch.Tensor]) -> tuple[bool, ...]:
+    """The flag of each. To ask every DTensor first whether it overrides attributes would take as long again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(map(_requires_grad, tensors))
+
+
 def gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The ``.grad`` of each. To ask every DTensor first whether it overrides attributes would take as long again."""
+    """The ``.grad`` of each, likewise."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_grad, tensors))
 
@@ -1124,7 +1130,9 @@ def _check_autograd() -> None:
     Probe.apply(w).backward(retain_graph=True)
     assert seen == [(True, [True])], f"inside backward: keeps graph, will accumulate = {seen}"
     assert len(fired) == 1 and fired[0][0] == 3.0, "a None gradient no longer fires the post-accumulate hook once"
-    assert not any(tensor_hooks([w])) and gradients([w]) == [w.grad]
+    assert (
+        not any(tensor_hooks([w])) and gradients([w]) == [w.grad] and requires_grad([w, torch.ones(1)]) == (True, False)
+    )
     handle = w.register_hook(lambda g: None)
     assert tensor_hooks([w, torch.ones(1)]) == [True, False]
     handle.remove()

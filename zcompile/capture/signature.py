@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from zcompile import compat
 from zcompile.capture.attributes import Attributes, Watcher
 from zcompile.capture.tree import Structure
 from zcompile.errors import CaptureError
+
+_training = operator.itemgetter("training")
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,13 @@ class Fingerprint:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
+        modules = list(model.modules())
+        self._flags = [vars(module) for module in modules]
         self._parameters = list(model.parameters())
         self._attributes = Watcher(model)
         self._forbidden = list(compat.global_module_hooks().values())
         self._hooks: list[dict[Any, Any]] = []
-        for module in self._modules[1:]:
+        for module in modules[1:]:
             self._forbidden += compat.backward_hooks(module).values()
             self._hooks += compat.forward_hooks(module)
 
@@ -85,11 +89,11 @@ class Fingerprint:
 
     def modes(self) -> tuple[bool, ...]:
         """The train/eval flag of every module."""
-        return tuple([m.training for m in self._modules])
+        return tuple(map(_training, self._flags))
 
     def trainable(self) -> tuple[bool, ...]:
         """The requires_grad flag of every parameter."""
-        return tuple([p.requires_grad for p in self._parameters])
+        return compat.requires_grad(self._parameters)
 
     def attributes(self) -> Attributes:
         """The present values of all plain attributes."""
