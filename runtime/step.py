@@ -17,6 +17,7 @@ from zcompile.program import InWindow, Port, Program, Runnable, StepProgram
 from zcompile.runtime.executor import Executor, as_written
 from zcompile.runtime.full import logical
 from zcompile.runtime.holding import Holding
+from zcompile.runtime.leaves import AllLeaves, Leaves
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.saved import SavedValues
 from zcompile.runtime.shards import Contents, ParameterShards
@@ -44,8 +45,7 @@ class StepRunner:
         self.holding = Holding(executor.buffers, agreement)
         self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
-        self._probe = torch.zeros((), requires_grad=True)
-        self._probe_node = compat.grad_accumulator(self._probe)
+        self._all_leaves = AllLeaves(shards)
 
     def forward(self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:
         """Run a step's forward.
@@ -62,9 +62,8 @@ class StepRunner:
             outputs, _ = self.run_forward(step, constants, inputs)
             return outputs
         self.shards.drop_gradients()
-        parameters = self.shards.parameters_of(step.trainable)
-        outputs = _Step.apply(self, step, constants, len(inputs), self._probe, *inputs, *parameters)
-        return list(outputs)
+        leaves = self._all_leaves.of(step.trainable)
+        return list(_Step.apply(self, step, constants, leaves, leaves.end, *inputs))
 
     def run_forward(
         self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]
@@ -239,12 +238,8 @@ class StepRunner:
         return (self.local_only or (held.defers and not held.at_last)) and self.in_default_mode()
 
     def in_default_mode(self) -> bool:
-        """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does.
-
-        The probe is a leaf in every step's graph that nobody asks gradients of: it is skipped exactly by ``autograd.grad`` and
-        ``backward(inputs=...)``.
-        """
-        return compat.will_accumulate([self._probe_node])[0]
+        """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does."""
+        return self._all_leaves.all_run()
 
     def accumulate(self, step: StepProgram, grads: list[tuple[str, Tensor]]) -> dict[str, Any]:
         """Put gradients where they belong; returns those that the engine must handle, by parameter."""
@@ -339,7 +334,7 @@ def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:
 
 
 class _Step(torch.autograd.Function):
-    """The step as autograd sees it: inputs and parameters in, output leaves out."""
+    """The step as autograd sees it: parameters, through their ``Leaves``, and inputs in, output leaves out."""
 
     @staticmethod
     def forward(
@@ -347,12 +342,12 @@ class _Step(torch.autograd.Function):
         runner: StepRunner,
         step: StepProgram,
         constants: Mapping[str, Tensor],
-        num_inputs: int,
-        probe: Tensor,
-        *tensors: Tensor,
+        leaves: Leaves,
+        end: Tensor,
+        *inputs: Tensor,
     ) -> tuple[Any, ...]:
-        outputs, saved = runner.run_forward(step, constants, tensors[:num_inputs])
-        ctx.runner, ctx.step, ctx.saved, ctx.num_inputs = runner, step, saved, num_inputs
+        outputs, saved = runner.run_forward(step, constants, inputs)
+        ctx.runner, ctx.step, ctx.saved, ctx.leaves, ctx.num_inputs = runner, step, saved, leaves, len(inputs)
         ctx.types = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents}
         ctx.set_materialize_grads(False)
         attached = {*step.tangents, *step.detached}
@@ -388,6 +383,5 @@ class _Step(torch.autograd.Function):
                 given[index].zero_() if tangent is None else given[index].copy_(tangent)
         grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
         with ctx.runner.shards.explaining_memory():
-            returned = ctx.runner.accumulate(step, grads)
-        inputs = [input_grads.get(i) for i in range(ctx.num_inputs)]
-        return (None, None, None, None, None, *inputs, *[returned.get(name) for name in step.trainable])
+            ctx.handed = ctx.leaves.hand(ctx.runner.accumulate(step, grads))
+        return (None, None, None, None, None, *map(input_grads.get, range(ctx.num_inputs)))

@@ -598,9 +598,14 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def will_accumulate(nodes: list[Any]) -> list[bool]:
-    """Inside a backward: for each autograd node, whether the engine will run it."""
-    return [torch._C._will_engine_execute_node(n) for n in nodes]
+def graph_task() -> int:
+    """Inside a backward: the engine's number of it."""
+    return torch._C._current_graph_task_id()
+
+
+def will_run(node: Any) -> bool:
+    """Inside a backward: whether the engine will run an autograd node."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def grad_accumulator(parameter: torch.Tensor) -> Any:
@@ -1122,13 +1127,13 @@ def _check_autograd() -> None:
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Any) -> None:
-            seen.append((keeps_graph(), will_accumulate([grad_accumulator(w)])))
+            seen.append((keeps_graph(), will_run(grad_accumulator(w)), graph_task() >= 0))
             w.grad = torch.full((2,), 3.0)
 
     fired: list[Any] = []
     w.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.clone()))
     Probe.apply(w).backward(retain_graph=True)
-    assert seen == [(True, [True])], f"inside backward: keeps graph, will accumulate = {seen}"
+    assert seen == [(True, True, True)], f"inside backward: keeps graph, will accumulate, has a number = {seen}"
     assert len(fired) == 1 and fired[0][0] == 3.0, "a None gradient no longer fires the post-accumulate hook once"
     assert (
         not any(tensor_hooks([w])) and gradients([w]) == [w.grad] and requires_grad([w, torch.ones(1)]) == (True, False)
