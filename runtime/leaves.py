@@ -60,6 +60,7 @@ class Leaves:
         self._handed: list[weakref.ref[Handed]] = []
         with torch.enable_grad():
             self.end: Tensor = _Leaves.apply(weakref.ref(self), device, probe, *parameters.values())
+        compat.run_as_leaf(self.end.grad_fn)
 
     def hand(self, gradients: Mapping[str, Tensor]) -> Handed | None:
         """Inside the backward of a step: give its gradients to the leaves. The step keeps the result, so that nothing stays behind

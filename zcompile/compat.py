@@ -608,6 +608,11 @@ def will_run(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def run_as_leaf(node: Any) -> None:
+    """Let the engine run an autograd node of Python's before all others that are ready, as it does with leaves."""
+    node._set_sequence_nr(2**64 - 1)
+
+
 def grad_accumulator(parameter: torch.Tensor) -> Any:
     """The ``AccumulateGrad`` node of a leaf that requires grad."""
     with torch.enable_grad():
@@ -1132,7 +1137,10 @@ def _check_autograd() -> None:
 
     fired: list[Any] = []
     w.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.clone()))
-    Probe.apply(w).backward(retain_graph=True)
+    loss = Probe.apply(w)
+    run_as_leaf(loss.grad_fn)
+    assert loss.grad_fn._sequence_nr() == grad_accumulator(w)._sequence_nr(), "leaves have another place in the engine's order"
+    loss.backward(retain_graph=True)
     assert seen == [(True, True, True)], f"inside backward: keeps graph, will accumulate, has a number = {seen}"
     assert len(fired) == 1 and fired[0][0] == 3.0, "a None gradient no longer fires the post-accumulate hook once"
     assert (
