@@ -209,7 +209,7 @@ class Gradients:
 
     def _any_set(self, indices: Iterable[int]) -> bool:
         """Whether one of these parameters has a ``.grad``."""
-        found = compat.gradients([self._parameters[index] for index in indices])
+        found = compat.gradients(map(self._parameters.__getitem__, indices))
         return not all(map(operator.is_, found, itertools.repeat(None)))
 
     def _forget(self, home: Home) -> None:

@@ -225,8 +225,8 @@ class AdamW(Optimizer):
                     arena.hosted.begin()
                     begun.add(arena.hosted)
                 arena.hosted.update(parts, grad=arena.grad)
-            with self._explaining_memory(group):
-                for parameter in plan.single:
+            for parameter in plan.single:
+                with self._explaining_memory(group):
                     self._step_single(group, parameter)
         return loss
 

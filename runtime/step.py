@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class StepRunner:
 
     def run_backward(
         self, step: StepProgram, saved: SavedValues, tangents: Sequence[Tensor | None], keep: bool
-    ) -> tuple[list[tuple[str, Tensor]], dict[int, Tensor]]:
+    ) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
         """Run a step's backward.
 
         Args:
@@ -130,7 +131,7 @@ class StepRunner:
             keep: another backward through the same forward will come (``retain_graph``).
 
         Returns:
-            (parameter, padded gradient shard) pairs, and the gradients of inputs by index.
+            padded gradient shards by parameter, and the gradients of inputs by index.
         """
         local = self.keeps_local()
         window = self._in_window(step) if self._leaves() else None
@@ -158,7 +159,7 @@ class StepRunner:
         if window is not None:
             stay = {port.key: results[port.slot] for port in program.outputs if port.kind == "kept"}
             self.holding.put(stay, saved.contents)
-        grads = [(port.key, results[port.slot]) for port in program.outputs if port.kind == "grad"]
+        grads = {name: results[slot] for name, slot in program.grads.items()}
         input_grads = {port.key: results[port.slot] for port in program.outputs if port.kind == "input_grad"}
         if saved.tape is not None:  # the next replay writes over them
             input_grads = {key: value.clone() for key, value in input_grads.items()}
@@ -241,28 +242,28 @@ class StepRunner:
         """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does."""
         return self._all_leaves.all_run()
 
-    def accumulate(self, step: StepProgram, grads: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    def accumulate(self, step: StepProgram, grads: dict[str, Tensor]) -> dict[str, Any]:
         """Put gradients where they belong; returns those that the engine must handle, by parameter."""
         held = self.executor.accumulation
         if self.keeps_local():
-            for name, value in grads:
+            for name, value in grads.items():
                 held.add_local(name, value)
             held.advance(reduces=False)
-            return self._for_hooks(step, [name for name, _ in grads])
+            return self._for_hooks(step, list(grads))
         if not self.in_default_mode():
-            return {name: self._fresh(name, value) for name, value in grads}
-        leftovers: dict[str, Tensor] = {}
+            return {name: self._fresh(name, value) for name, value in grads.items()}
+        hooked = set(compress(grads, compat.tensor_hooks(self.shards.parameters_of(grads))))
         if held.local:
             self.agreement.event(f"reduction of local gradients ({step.label})", TextSequence.of(*held.local))
-            leftovers = dict(self.executor.reduce_local(list(held.local), "reduction"))
-        hooks = compat.tensor_hooks(self.shards.parameters_of([name for name, _ in grads]))
-        hooked = {name for (name, _), has in zip(grads, hooks, strict=True) if has} if any(hooks) else set()
-        if leftovers:
-            grads = [(name, value + leftovers.pop(name) if name in leftovers else value) for name, value in grads]
-        grads = self._through_window([*grads, *leftovers.items()])
-        direct = [g for g in grads if g[0] not in hooked] if hooked else grads
-        self.shards.accumulate_many([name for name, _ in direct], [value for _, value in direct])
-        return {name: self._fresh(name, value) for name, value in grads if name in hooked}
+            for name, value in self.executor.reduce_local(list(held.local), "reduction"):
+                grads[name] = grads[name] + value if name in grads else value
+        grads = self._through_window(grads)
+        returned = {name: self._fresh(name, value) for name, value in grads.items() if name in hooked} if hooked else {}
+        self._accumulate({name: value for name, value in grads.items() if name not in hooked} if hooked else grads)
+        return returned
+
+    def _accumulate(self, grads: Mapping[str, Tensor]) -> None:
+        self.shards.accumulate_many(list(grads), list(grads.values()))
 
     def _for_hooks(self, step: StepProgram, names: list[str]) -> dict[str, Any]:
         """Local gradients of the parameters that have hooks, reduced: a hook is called in every backward, with a gradient."""
@@ -275,7 +276,7 @@ class StepRunner:
         reduced = self.executor.reduce_local(hooked, "reduction")
         return {name: self._fresh(name, value) for name, value in reduced}
 
-    def _through_window(self, grads: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _through_window(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients that are complete: all but those that are added up over the window, and these when it ends."""
         held = self.executor.accumulation
         ends = held.at_last
@@ -285,29 +286,28 @@ class StepRunner:
         if held.dtype is None:
             return grads
         if ends:
-            complete = [(name, held.take_reduced(name, value)) for name, value in grads]
-            return complete + self._take_reduced()
-        complete = []
-        for name, value in grads:
+            complete = {name: held.take_reduced(name, value) for name, value in grads.items()}
+            return complete | self._take_reduced()
+        complete = {}
+        for name, value in grads.items():
             if held.holds_back(self.shards.specs[name].dtype):
                 held.add_reduced(name, value)
             else:
-                complete.append((name, value))
+                complete[name] = value
         return complete
 
-    def _take_reduced(self) -> list[tuple[str, Tensor]]:
+    def _take_reduced(self) -> dict[str, Tensor]:
         """The gradients that were added up over a window; nothing is held any more."""
         held = self.executor.accumulation
         names = [name for name in self.shards.specs if name in held.reduced]
-        return [(name, held.reduced.pop(name)) for name in names]
+        return {name: held.reduced.pop(name) for name in names}
 
     def finish_window(self) -> None:
         """Reduce local gradients now, put all that was added up into ``.grad``, and begin a window. Collective."""
         held = self.executor.accumulation
         self.agreement.event("sync_gradients", TextSequence.of(*held.names()))
         local = self.executor.reduce_local(list(held.local), "sync_gradients")
-        grads = [(name, held.take_reduced(name, value)) for name, value in local] + self._take_reduced()
-        self.shards.accumulate_many([name for name, _ in grads], [value for _, value in grads])
+        self._accumulate({name: held.take_reduced(name, value) for name, value in local} | self._take_reduced())
         self.begin_window()
 
     def begin_window(self) -> None:

@@ -27,7 +27,7 @@ TESTED = ("2.11", "2.13")
 TRACES_COPIES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
 
 # What is done for each of many tensors, in C: a replayed step asks these of every parameter.
-_data_ptr, _use_count = torch.Tensor.data_ptr, torch.Tensor._use_count
+_data_ptr, _use_count = torch.Tensor.data_ptr, torch.Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]
 _requires_grad, _grad, _tensor_hooks = map(operator.attrgetter, ("requires_grad", "grad", "_backward_hooks"))
 
 
@@ -1139,7 +1139,9 @@ def _check_autograd() -> None:
     w.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.clone()))
     loss = Probe.apply(w)
     run_as_leaf(loss.grad_fn)
-    assert loss.grad_fn._sequence_nr() == grad_accumulator(w)._sequence_nr(), "leaves have another place in the engine's order"
+    assert loss.grad_fn._sequence_nr() == grad_accumulator(w)._sequence_nr(), (
+        "leaves have another place in the engine's order"
+    )
     loss.backward(retain_graph=True)
     assert seen == [(True, True, True)], f"inside backward: keeps graph, will accumulate, has a number = {seen}"
     assert len(fired) == 1 and fired[0][0] == 3.0, "a None gradient no longer fires the post-accumulate hook once"
