@@ -14,7 +14,7 @@ from zcompile.capture.attributes import Attributes, Watcher
 from zcompile.capture.tree import Structure
 from zcompile.errors import CaptureError
 
-_training = operator.itemgetter("training")
+_training = operator.attrgetter("training")
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,12 @@ class Fingerprint:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._flags = [vars(module) for module in modules]
+        self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._attributes = Watcher(model)
         self._forbidden = list(compat.global_module_hooks().values())
         self._hooks: list[dict[Any, Any]] = []
-        for module in modules[1:]:
+        for module in self._modules[1:]:
             self._forbidden += compat.backward_hooks(module).values()
             self._hooks += compat.forward_hooks(module)
 
@@ -89,7 +88,7 @@ class Fingerprint:
 
     def modes(self) -> tuple[bool, ...]:
         """The train/eval flag of every module."""
-        return tuple(map(_training, self._flags))
+        return tuple(map(_training, self._modules))
 
     def trainable(self) -> tuple[bool, ...]:
         """The requires_grad flag of every parameter."""
