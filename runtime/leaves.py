@@ -18,28 +18,21 @@ class AllLeaves:
 
     def __init__(self, shards: ParameterShards) -> None:
         self._shards = shards
-        self._device = shards.mesh.device
-        self._known: dict[tuple[str, ...], tuple[Any, Leaves]] = {}
-        self._probe = torch.zeros((), device=self._device, requires_grad=True)
-        self._probe_node = compat.grad_accumulator(self._probe)
+        self._moment: tuple[int, Any] = (0, None)
+        self._known: dict[tuple[str, ...], Leaves] = {}
 
     def of(self, names: tuple[str, ...]) -> Leaves:
         """Those of a step with these trainable parameters."""
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        moment = (self._shards.num_replaced, stream)  # the engine runs a node on the stream on which it was made
-        known = self._known.get(names)
-        if known is None or known[0] != moment:
-            parameters = dict(zip(names, self._shards.parameters_of(names), strict=True))
-            known = self._known[names] = (moment, Leaves(parameters, self._probe, self._device))
-        return known[1]
-
-    def all_run(self) -> bool:
-        """Inside a backward: whether the engine runs all leaves, as a plain ``backward()`` does.
-
-        The probe is a leaf in every step's graph that nobody asks gradients of: it is skipped exactly by ``autograd.grad`` and
-        ``backward(inputs=...)``.
-        """
-        return compat.will_run(self._probe_node)
+        device = self._shards.mesh.device
+        # the engine runs a node on the stream on which it was made
+        moment = (self._shards.num_replaced, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+        if moment != self._moment:
+            self._moment = moment
+            self._known.clear()
+        if names not in self._known:
+            parameters = self._shards.parameters_of(names)
+            self._known[names] = Leaves(dict(zip(names, parameters, strict=True)), device)
+        return self._known[names]
 
 
 class Leaves:
@@ -51,16 +44,24 @@ class Leaves:
 
     Args:
         parameters: by name.
-        probe: a leaf more, that nobody asks gradients of.
         device: of the steps' nodes: the engine wakes no other thread for this one then.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], probe: Tensor, device: torch.device) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.names = tuple(parameters)
         self._handed: list[weakref.ref[Handed]] = []
+        self._probe = torch.zeros((), device=device, requires_grad=True)
+        self._probe_node = compat.grad_accumulator(self._probe)
         with torch.enable_grad():
-            self.end: Tensor = _Leaves.apply(weakref.ref(self), device, probe, *parameters.values())
+            self.end: Tensor = _Leaves.apply(weakref.ref(self), device, self._probe, *parameters.values())
         compat.run_as_leaf(self.end.grad_fn)
+
+    def all_run(self) -> bool:
+        """Inside the backward of a step: whether the engine runs all leaves, as a plain ``backward()`` does.
+
+        The probe is a leaf that nobody asks gradients of: it is skipped exactly by ``autograd.grad`` and ``backward(inputs=...)``.
+        """
+        return compat.will_run(self._probe_node)
 
     def hand(self, gradients: Mapping[str, Tensor]) -> Handed | None:
         """Inside the backward of a step: give its gradients to the leaves. The step keeps the result, so that nothing stays behind

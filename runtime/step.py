@@ -32,6 +32,7 @@ class StepRunner:
         holding: full parameters between the micro-batches of a declared window.
         tapes: replays steps; None: every step is issued.
         local_only: inside ``no_sync``: backwards keep their gradients on this rank.
+        leaves: of the step whose backward runs.
         saved_bytes: by ``id`` of a step, what its first forward left for its backward, shared storage once.
     """
 
@@ -46,6 +47,7 @@ class StepRunner:
         self.holding = Holding(executor.buffers, agreement)
         self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
+        self.leaves: Leaves | None = None
         self._all_leaves = AllLeaves(shards)
 
     def forward(self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:
@@ -240,7 +242,8 @@ class StepRunner:
 
     def in_default_mode(self) -> bool:
         """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does."""
-        return self._all_leaves.all_run()
+        assert self.leaves is not None
+        return self.leaves.all_run()
 
     def accumulate(self, step: StepProgram, grads: dict[str, Tensor]) -> dict[str, Any]:
         """Put gradients where they belong; returns those that the engine must handle, by parameter."""
@@ -381,6 +384,7 @@ class _Step(torch.autograd.Function):
             if tangent is None or tangent.stride() != strides:
                 given[index] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 given[index].zero_() if tangent is None else given[index].copy_(tangent)
+        ctx.runner.leaves = ctx.leaves
         grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
         with ctx.runner.shards.explaining_memory():
             ctx.handed = ctx.leaves.hand(ctx.runner.accumulate(step, grads))
