@@ -629,6 +629,11 @@ def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
+def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where the memory of each begins."""
+    return list(map(_data_ptr, tensors))
+
+
 def requires_grad(tensors: Iterable[torch.Tensor]) -> tuple[bool, ...]:
     """The flag of each. To ask every DTensor first whether it overrides attributes would take as long again."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -1009,7 +1014,7 @@ class Loan:
         (its ``.data`` was assigned).
         """
         tensors, locals_ = [loan.tensor for loan in loans], [loan.local for loan in loans]
-        if list(map(_data_ptr, locals_)) != [loan.address for loan in loans]:
+        if addresses(locals_) != [loan.address for loan in loans]:
             return []
         return [
             *map(sys.getrefcount, tensors),
