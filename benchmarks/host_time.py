@@ -120,6 +120,9 @@ def main() -> None:
     parser.add_argument(
         "--clip", action="store_true", help="clip gradients too, which waits for the other rank on CPUs"
     )
+    parser.add_argument(
+        "--one-thread", action="store_true", help="backward in the calling thread, not in the engine's for the GPU"
+    )
     parser.add_argument("--profile", action="store_true", help="show which functions take the time")
     args = parser.parse_args()
     if args.size is None:
@@ -129,6 +132,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
+    torch.autograd.set_multithreading_enabled(not args.one_thread)
     finish: Callable[[], Any] = (lambda: None) if args.size is None else torch.cuda.synchronize
     model, tokens = replaying(args)
     optimizer = zcompile.optim.AdamW(model.parameters(), lr=1e-3)

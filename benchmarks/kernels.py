@@ -84,14 +84,12 @@ def main() -> None:
     factor = torch.ones(1, device="cuda")
     sizes = [(b, w) for b in (512, 1024, 2048, 4096) for w in (4, 8)] if args.tune else [(BLOCK_ELEMENTS, NUM_WARPS)]
     for block, warps in sizes:
-        launch = Launch((segments,), block, warps)
-        launch.set_options([OPTIONS])
+        launch = Launch(segments, block, warps)
         name = f"AdamW, block {block}, {warps} warps"
-        show(name, lambda launch=launch: launch.run(Scaling()), 28 * numel)
-        show(f"{name}, bf16 copy-out", lambda launch=launch: launch.run(Scaling(), low), 30 * numel)
-    scaled = Launch((segments,))
-    scaled.set_options([OPTIONS])
-    show("AdamW, clip factor and scale", lambda scaled=scaled: scaled.run(Scaling(factor, factor)), 28 * numel)
+        show(name, lambda launch=launch: launch.run(OPTIONS, Scaling()), 28 * numel)
+        show(f"{name}, bf16 copy-out", lambda launch=launch: launch.run(OPTIONS, Scaling(), low), 30 * numel)
+    scaled = Launch(segments)
+    show("AdamW, clip factor and scale", lambda scaled=scaled: scaled.run(OPTIONS, Scaling(factor, factor)), 28 * numel)
     show("sum of squares, float32", lambda: sum_of_squares([grad]), 4 * numel)
     show("sum of squares, bfloat16", lambda: sum_of_squares([low]), 2 * numel)
     leaf = torch.nn.Parameter(param)

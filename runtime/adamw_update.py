@@ -48,9 +48,11 @@ class Segments:
     table: tuple[Segment, ...]
 
     @cached_property
-    def launches(self) -> dict[tuple[Segments, ...], Any]:
-        """Kernel launches that start with these pieces, made once; see ``update``."""
-        return {}
+    def launch(self) -> Any:
+        """The kernel's launch on these pieces; see ``update``."""
+        from zcompile.runtime.kernels.adamw import Launch  # Triton is imported where it is used
+
+        return Launch(self)
 
     @cached_property
     def _views(self) -> list[tuple[slice, Tensor, Tensor, Tensor, Tensor | None]]:
@@ -104,6 +106,13 @@ class AdamWOptions:
         """What the root of the second moment is divided by, likewise."""
         return math.sqrt(1 - self.beta2**self.step)
 
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers as the kernel takes them, computed in float64."""
+        decay, weight1, weight2 = 1 - self.lr * self.weight_decay, 1 - self.beta1, 1 - self.beta2
+        sign = -1.0 if self.maximize else 1.0
+        return self.step_size, decay, weight1, self.beta2, weight2, self.eps, self.root_correction, sign
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -141,7 +150,7 @@ def update(
 ) -> None:
     """Update pieces of the same memory, each with its own options, in place.
 
-    On CUDA one kernel reads and writes everything once: 28 bytes for a float32 parameter, 30 with a bfloat16
+    On CUDA one kernel for each part reads and writes everything once: 28 bytes for a float32 parameter, 30 with a bfloat16
     ``copy_out``. Elsewhere, and for other dtypes, plain torch operations do it. Nothing here waits for the device.
 
     Args:
@@ -155,15 +164,9 @@ def update(
     memory = parts[0][0]
     grad = memory.grad if grad is None else grad
     assert grad is not None, "gradients come with the pieces or with the update"
-    if memory.param.is_cuda and {memory.param.dtype, grad.dtype} <= set(KERNEL_DTYPES):
-        from zcompile.runtime.kernels.adamw import Launch  # Triton is imported where it is used
-
-        segments = tuple(part for part, _ in parts)
-        launch = memory.launches.get(segments)
-        if launch is None:
-            launch = memory.launches[segments] = Launch(segments)
-        launch.set_options([options for _, options in parts])
-        launch.run(scaling, copy_out, grad)
+    if memory.param.is_cuda and memory.param.dtype in KERNEL_DTYPES and grad.dtype in KERNEL_DTYPES:
+        for segments, options in parts:
+            segments.launch.run(options, scaling, copy_out, grad)
         return
     for segments, options in parts:
         adamw_(segments.operands(grad), options, scaling)

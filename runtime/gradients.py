@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +28,32 @@ Home = ArenaKey | int
 
 
 class Gradient:
-    """The gradient memory of one parameter: the padded shard, and the tensor that becomes ``.grad``."""
+    """The gradient memory of one parameter.
 
-    __slots__ = ("_num_own", "_num_references", "padded", "tensor")
+    Attributes:
+        padded: the shard.
+        address: of it.
+        tensor: what becomes ``.grad``.
+        loan: to see who holds it.
+        own: the references that are our own: all that exist at first.
+    """
 
-    def __init__(self, padded: Tensor, tensor: Tensor, num_references: Callable[[], int]) -> None:
+    __slots__ = ("address", "loan", "own", "padded", "tensor")
+
+    def __init__(self, padded: Tensor, loan: compat.Loan) -> None:
         self.padded = padded
-        self.tensor = tensor
-        self._num_references = num_references
-        self._num_own = 0
-
-    def settle(self) -> None:
-        """Say that all references that exist now are our own."""
-        self._num_own = self._num_references()
+        self.address = padded.data_ptr()
+        self.tensor = loan.tensor
+        self.loan = loan
+        self.own = compat.Loan.references([loan]) if loan.address else []
 
     def is_held(self) -> bool:
         """Whether anyone else holds the tensor or a view of it, also as the ``.grad`` of a parameter."""
-        return self._num_references() != self._num_own
+        # without elements nothing can be overwritten
+        return bool(self.loan.address) and compat.Loan.references([self.loan]) != self.own
 
 
-class Chunks(NamedTuple):
+class Chunks:
     """Chunks that a recorded backward writes to, while they exist and while they do not.
 
     Attributes:
@@ -56,14 +63,24 @@ class Chunks(NamedTuple):
         stay: they are the model's own and never go.
     """
 
-    arenas: dict[ArenaKey, Tensor]
-    members: dict[Home, Sequence[int]]
-    prepared: dict[int, Gradient]
-    stay: bool
+    def __init__(
+        self,
+        arenas: dict[ArenaKey, Tensor],
+        members: dict[Home, Sequence[int]],
+        prepared: dict[int, Gradient],
+        stay: bool,
+    ) -> None:
+        self.arenas = arenas
+        self.members = members
+        self.prepared = prepared
+        self.stay = stay
+        filled = [gradient for gradient in prepared.values() if gradient.loan.address]
+        self._loans = [gradient.loan for gradient in filled]
+        self._own = [count for kind in zip(*(gradient.own for gradient in filled), strict=True) for count in kind]
 
     def are_held(self) -> bool:
-        """Whether anyone else holds a gradient in memory that is used for other things between backwards."""
-        return not self.stay and any(gradient.is_held() for gradient in self.prepared.values())
+        """Whether anyone else holds a gradient: ``Gradient.is_held`` of all at once."""
+        return compat.Loan.references(self._loans) != self._own
 
 
 class Gradients:
@@ -149,12 +166,8 @@ class Gradients:
         """Forget the chunks of which no parameter has a ``.grad``; nothing in a model that keeps its gradient memory."""
         if self._keeps:
             return
-        parameters = self._parameters
         for home, members in list(self._alive.items()):
-            for index in members:
-                if parameters[index].grad is not None:
-                    break
-            else:
+            if not self._any_set(members):
                 self._forget(home)
 
     def prepare(self, indices: Sequence[int]) -> None:
@@ -179,11 +192,11 @@ class Gradients:
 
         Of chunks that do not stay, ``are_held`` was false when their step began, so that only a ``.grad`` can use them.
         """
-        for index, gradient in chunks.prepared.items():
-            if self._parameters[index].grad is not None or (chunks.stay and gradient.is_held()):
-                return False
+        if self._any_set(chunks.prepared) or (chunks.stay and chunks.are_held()):
+            return False
         for home, members in chunks.members.items():
-            if all(self.prepared[index] is chunks.prepared[index] for index in members):
+            now = map(self.prepared.__getitem__, members)
+            if all(map(operator.is_, now, map(chunks.prepared.__getitem__, members))):
                 continue
             if home in self._alive:
                 self._forget(home)
@@ -193,6 +206,11 @@ class Gradients:
             for index in members:
                 self.prepared[index] = chunks.prepared[index]
         return True
+
+    def _any_set(self, indices: Iterable[int]) -> bool:
+        """Whether one of these parameters has a ``.grad``."""
+        found = compat.gradients(map(self._parameters.__getitem__, indices))
+        return not all(map(operator.is_, found, itertools.repeat(None)))
 
     def _forget(self, home: Home) -> None:
         """Let go of a chunk. A ``.grad`` of it that is set goes on as one that the user assigned."""
@@ -213,9 +231,7 @@ class Gradients:
                 arena = self._allocate(home)
         padded = arena.as_strided(spec.padded_local_shape, self._strides[index], arena.storage_offset() + start)
         logical = full_tensors.logical(spec, padded, self._mesh.rank) if spec.is_padded else padded
-        gradient = Gradient(padded, *compat.lend(detached_view(logical), self._parameters[index]))
-        gradient.settle()
-        self.prepared[index] = gradient
+        gradient = self.prepared[index] = Gradient(padded, compat.Loan(detached_view(logical), self._parameters[index]))
         return gradient
 
     def _allocate(self, key: ArenaKey) -> Tensor:
@@ -252,24 +268,29 @@ class Gradients:
             shards = [shard.to(self._hosting.home) for shard in shards]
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for index, shard in zip(indices, shards, strict=True):
-            parameter = self._parameters[index]
-            known, grad = self.prepared[index], parameter.grad
+        parameters = [self._parameters[index] for index in indices]
+        new: tuple[list[nn.Parameter], list[Tensor]] = ([], [])
+        for index, shard, parameter, grad in zip(
+            indices, shards, parameters, compat.gradients(parameters), strict=True
+        ):
+            known = self.prepared[index]
             if grad is None:
                 address = shard.data_ptr()
-                if known is None or address != known.padded.data_ptr():  # else it is what ``of`` just gave
+                if known is None or address != known.address:  # else it is what ``of`` just gave
                     known = self.of(index)
-                    if address != known.padded.data_ptr():
+                    if address != known.address:
                         fresh[0].append(known.padded)
                         fresh[1].append(shard)
-                parameter.grad = known.tensor
+                new[0].append(parameter)
+                new[1].append(known.tensor)
             elif known is not None and grad is known.tensor:
-                assert shard.numel() == 0 or shard.data_ptr() != known.padded.data_ptr(), "the sum was overwritten"
+                assert shard.numel() == 0 or shard.data_ptr() != known.address, "the sum was overwritten"
                 added[0].append(known.padded)
                 added[1].append(shard)
             else:
                 added[0].append(local_of(self.checked(index, grad)))
                 added[1].append(full_tensors.logical(self._specs[index], shard, self._mesh.rank))
+        compat.set_gradients(*new)
         if fresh[0]:
             compat.foreach_copy(*fresh)
         if added[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,24 +95,22 @@ class MomentArena:
         """The gradient arena that exists now."""
         return self._gradient_arenas[self.key]
 
-    def advance(self, positions: list[int]) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Count a step for these positions; yields (step, the positions that are there now), usually once."""
-        everyone = tuple(positions)
+    def advance(self, positions: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
+        """Count a step for these positions; gives (step, the positions that are there now), usually once."""
         if len(positions) == len(self.cells):
             self.steps += 1
         else:
-            column = self._columns.get(everyone)
+            column = self._columns.get(positions)
             if column is None:
-                column = self._columns[everyone] = torch.tensor(positions)
+                column = self._columns[positions] = torch.tensor(positions)
             self.steps[column] += 1
-        values = self.steps.tolist()
+        steps = list(map(self.steps.tolist().__getitem__, positions))
+        if steps.count(steps[0]) == len(steps):
+            return [(steps[0], positions)]
         by_step: dict[float, list[int]] = {}
-        for position in positions:
-            by_step.setdefault(values[position], []).append(position)
-        if len(by_step) == 1:
-            yield values[positions[0]], everyone
-        else:
-            yield from ((step, tuple(together)) for step, together in by_step.items())
+        for position, step in zip(positions, steps, strict=True):
+            by_step.setdefault(step, []).append(position)
+        return [(step, tuple(together)) for step, together in by_step.items()]
 
     def segments(self, positions: tuple[int, ...], amsgrad: bool) -> Segments:
         """The flat memory of these positions; neighbours are merged."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import repeat
+from operator import getitem, is_
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zcompile import compat
 from zcompile.errors import OptimizerError
 from zcompile.runtime.adamw_update import AdamWOptions, adamw_, update
 from zcompile.runtime.gradients import Gradient
@@ -21,54 +23,67 @@ from zcompile.runtime.shards import ParameterShards, Slot
 
 
 class Member(NamedTuple):
-    """A parameter as it was when a plan was made: whether it had a gradient and, as that was flat, where, and its state.
+    """A parameter with a flat gradient and flat state as they were when a plan was made.
 
     Gradients themselves are not kept: they come and go with the memory that they lie in.
     """
 
     parameter: Tensor
-    prepared: Sequence[Gradient | None] | None
+    prepared: Sequence[Gradient | None]
     place: int
+    cell: Cell
     state: dict[str, Any]
-    seen: tuple[tuple[str, Tensor], ...]
 
 
-#: what a member without a gradient has in place of the rest
-NOTHING: tuple[None, int, dict[str, Any], tuple[()]] = (None, 0, {}, ())
-
-
-@dataclass(frozen=True, eq=False)
 class Plan:
     """How the parameters of one group are updated, for as long as nothing changes but numbers.
 
+    Whether it holds is asked in every step: of all parameters at once, in C.
+
+    Args:
+        group: as it is.
+        members: its parameters whose gradients are flat.
+        single: its parameters that are updated on their own.
+
     Attributes:
-        members: what the plan depends on.
         flat: state arenas with the positions to update.
-        single: parameters that are updated on their own.
-        options: the options that the plan depends on.
+        single: as given.
     """
 
-    members: list[Member]
-    flat: list[tuple[MomentArena, list[int]]]
-    single: list[Tensor]
-    options: tuple[bool, bool]
+    def __init__(self, group: dict[str, Any], members: Sequence[Member], single: Sequence[Tensor]) -> None:
+        self.single = single
+        positions: dict[MomentArena, list[int]] = {}
+        for member in members:
+            positions.setdefault(member.cell.arena, []).append(member.cell.position)
+        self.flat = [(arena, tuple(found)) for arena, found in positions.items()]
+        self._options = _structure(group)
+        self._all = list(group["params"])
+        self._parameters, self._prepared, self._places, _, self._states = (
+            zip(*members, strict=True) if members else ((),) * 5
+        )
+        flat = set(self._parameters)
+        self._bare = [parameter for parameter in self._all if parameter not in flat]
+        seen = [(member.state, key, tensor) for member in members for key, tensor in member.cell.seen.items()]
+        self._owners, self._keys, self._seen = zip(*seen, strict=True) if seen else ((), (), ())
 
     def holds(self, group: dict[str, Any], state: Mapping[Tensor, Any]) -> bool:
-        """Whether gradients, state and options are those of the plan."""
-        if self.options != (group["amsgrad"], group["eps"] != 0) or len(group["params"]) != len(self.members):
+        """Whether parameters, gradients, state and options are those of the plan."""
+        if self._options != _structure(group) or len(group["params"]) != len(self._all):
             return False
-        for parameter, (known, prepared, place, entry, seen) in zip(group["params"], self.members, strict=True):
-            grad = parameter.grad
-            if parameter is not known or (grad is None) != (prepared is None):
-                return False
-            if prepared is not None:
-                gradient = prepared[place]
-                if gradient is None or gradient.tensor is not grad or state.get(parameter) is not entry:
-                    return False
-                for key, tensor in seen:
-                    if entry.get(key) is not tensor:
-                        return False
-        return True
+        prepared = map(getitem, self._prepared, self._places)
+        return (
+            all(map(is_, group["params"], self._all))
+            and all(
+                map(is_, compat.gradients(self._parameters), map(getattr, prepared, repeat("tensor"), repeat(GONE)))
+            )
+            and all(map(is_, compat.gradients(self._bare), repeat(None)))
+            and all(map(is_, map(state.get, self._parameters), self._states))
+            and all(map(is_, map(dict.get, self._owners, self._keys), self._seen))
+        )
+
+
+#: in place of a gradient that was forgotten
+GONE = object()
 
 
 class AdamW(Optimizer):
@@ -197,9 +212,10 @@ class AdamW(Optimizer):
                     self._plans.pop(number, None)
                 else:
                     self._plans[number] = plan
+            options = _OptionsByStep(group)
             for arena, positions in plan.flat:
                 parts = [
-                    (arena.segments(together, group["amsgrad"]), _options(group, count))
+                    (arena.segments(together, group["amsgrad"]), options[count])
                     for count, together in arena.advance(positions)
                 ]
                 if arena.hosted is None:
@@ -209,10 +225,18 @@ class AdamW(Optimizer):
                     arena.hosted.begin()
                     begun.add(arena.hosted)
                 arena.hosted.update(parts, grad=arena.grad)
-            with self._explaining_memory(group):
-                for parameter in plan.single:
+            for parameter in plan.single:
+                with self._explaining_memory(group):
                     self._step_single(group, parameter)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, which asks each parameter several things first."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            compat.set_gradients(group["params"], [None] * len(group["params"]))
 
     def _explaining_memory(self, group: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         """Where state is allocated: an out-of-memory error says what takes the memory."""
@@ -223,7 +247,7 @@ class AdamW(Optimizer):
     def _make_plan(self, group: dict[str, Any]) -> Plan:
         """Sort a group's parameters by how they are updated, and give flat state to those that need it."""
         amsgrad = group["amsgrad"]
-        flat: list[tuple[Tensor, Sequence[Gradient | None], int]] = []
+        flat: list[tuple[Tensor, ParameterShards, int]] = []
         single: list[Tensor] = []
         homeless: list[tuple[Tensor, ParameterShards, int]] = []
         for parameter in group["params"]:
@@ -244,15 +268,10 @@ class AdamW(Optimizer):
                 homeless.append((parameter, shards, index))
             elif not cell.is_in(self.state[parameter]):
                 cell.take(self.state[parameter])
-            flat.append((parameter, shards.gradients.prepared, index))
+            flat.append((parameter, shards, index))
         self._make_home(homeless, amsgrad)
-        positions: dict[MomentArena, list[int]] = {}
-        members = {parameter: Member(parameter, *NOTHING) for parameter in group["params"]}
-        for parameter, prepared, index in flat:
-            cell = self._cells[parameter]
-            positions.setdefault(cell.arena, []).append(cell.position)
-            members[parameter] = Member(parameter, prepared, index, self.state[parameter], tuple(cell.seen.items()))
-        return Plan(list(members.values()), list(positions.items()), single, (amsgrad, group["eps"] != 0))
+        members = [Member(p, shards.gradients.prepared, i, self._cells[p], self.state[p]) for p, shards, i in flat]
+        return Plan(group, members, single)
 
     def _make_home(self, members: Sequence[tuple[Tensor, ParameterShards, int]], amsgrad: bool) -> None:
         """Flat state for these parameters, with the values that they have already."""
@@ -297,6 +316,23 @@ class AdamW(Optimizer):
         maxima = _real(local_of(state["max_exp_avg_sq"])) if group["amsgrad"] else None
         if param.numel():
             adamw_([(param, grad, first, second, maxima)], _options(group, state["step"].item()))
+
+
+def _structure(group: dict[str, Any]) -> tuple[bool, bool]:
+    """The options that a plan depends on."""
+    return group["amsgrad"], group["eps"] != 0
+
+
+class _OptionsByStep(dict[float, AdamWOptions]):
+    """The numbers of one group's updates in one step, by what the parameters' counts are."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__()
+        self._group = group
+
+    def __missing__(self, count: float) -> AdamWOptions:
+        options = self[count] = _options(self._group, count)
+        return options
 
 
 def _options(group: dict[str, Any], step: float) -> AdamWOptions:

@@ -85,6 +85,7 @@ class ParameterShards:
         layout: where each shard lies in its arena.
         gradients: their gradients, laid out alike.
         accumulation: gradients that are not in ``.grad`` yet, of a compiled model.
+        num_replaced: how often a Parameter took the place of another.
         updates: steps of optimizers that hold parameters of these.
         when_out_of_memory: makes the error to raise from the device's own and what was done (of a step, nothing).
     """
@@ -122,6 +123,7 @@ class ParameterShards:
         self.parameters = [self._make_parameter(i) for i in range(len(self._specs))]
         self.gradients = Gradients(self._specs, self.layout, mesh, self.parameters, self.hosting)
         self.accumulation: Accumulation | None = None
+        self.num_replaced = 0
         self.updates = 0
         self._seen: list[Tensor] = []
 
@@ -161,6 +163,10 @@ class ParameterShards:
     def parameter(self, name: str) -> nn.Parameter:
         """The Parameter that the user sees; the same object for every alias."""
         return self.parameters[self.index(name)]
+
+    def parameters_of(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """The Parameters of these canonical names."""
+        return [self.parameters[self._index[name]] for name in names]
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The canonical name of one of our Parameters; None for any other tensor."""
@@ -246,6 +252,7 @@ class ParameterShards:
     def replace_parameter(self, index: int, parameter: nn.Parameter) -> None:
         """Let ``parameter``, whose memory is the shard already, be the one that users see."""
         self.parameters[index] = parameter
+        self.num_replaced += 1
         self._seen = []
         setattr(parameter, Slot.NAME, Slot(self, index))
 

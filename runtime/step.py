@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from zcompile.program import InWindow, Port, Program, Runnable, StepProgram
 from zcompile.runtime.executor import Executor, as_written
 from zcompile.runtime.full import logical
 from zcompile.runtime.holding import Holding
+from zcompile.runtime.leaves import AllLeaves, Leaves
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
 from zcompile.runtime.saved import SavedValues
 from zcompile.runtime.shards import Contents, ParameterShards
@@ -30,6 +32,7 @@ class StepRunner:
         holding: full parameters between the micro-batches of a declared window.
         tapes: replays steps; None: every step is issued.
         local_only: inside ``no_sync``: backwards keep their gradients on this rank.
+        leaves: of the step whose backward runs.
         saved_bytes: by ``id`` of a step, what its first forward left for its backward, shared storage once.
     """
 
@@ -44,8 +47,8 @@ class StepRunner:
         self.holding = Holding(executor.buffers, agreement)
         self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
-        self._probe = torch.zeros((), requires_grad=True)
-        self._probe_node = compat.grad_accumulator(self._probe)
+        self.leaves: Leaves | None = None
+        self._all_leaves = AllLeaves(shards)
 
     def forward(self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:
         """Run a step's forward.
@@ -62,9 +65,8 @@ class StepRunner:
             outputs, _ = self.run_forward(step, constants, inputs)
             return outputs
         self.shards.drop_gradients()
-        parameters = [self.shards.parameter(name) for name in step.trainable]
-        outputs = _Step.apply(self, step, constants, len(inputs), self._probe, *inputs, *parameters)
-        return list(outputs)
+        leaves = self._all_leaves.of(step.trainable)
+        return list(_Step.apply(self, step, constants, leaves, leaves.end, *inputs))
 
     def run_forward(
         self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]
@@ -121,7 +123,7 @@ class StepRunner:
 
     def run_backward(
         self, step: StepProgram, saved: SavedValues, tangents: Sequence[Tensor | None], keep: bool
-    ) -> tuple[list[tuple[str, Tensor]], dict[int, Tensor]]:
+    ) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
         """Run a step's backward.
 
         Args:
@@ -131,7 +133,7 @@ class StepRunner:
             keep: another backward through the same forward will come (``retain_graph``).
 
         Returns:
-            (parameter, padded gradient shard) pairs, and the gradients of inputs by index.
+            padded gradient shards by parameter, and the gradients of inputs by index.
         """
         local = self.keeps_local()
         window = self._in_window(step) if self._leaves() else None
@@ -159,7 +161,7 @@ class StepRunner:
         if window is not None:
             stay = {port.key: results[port.slot] for port in program.outputs if port.kind == "kept"}
             self.holding.put(stay, saved.contents)
-        grads = [(port.key, results[port.slot]) for port in program.outputs if port.kind == "grad"]
+        grads = {name: results[slot] for name, slot in program.grads.items()}
         input_grads = {port.key: results[port.slot] for port in program.outputs if port.kind == "input_grad"}
         if saved.tape is not None:  # the next replay writes over them
             input_grads = {key: value.clone() for key, value in input_grads.items()}
@@ -239,45 +241,45 @@ class StepRunner:
         return (self.local_only or (held.defers and not held.at_last)) and self.in_default_mode()
 
     def in_default_mode(self) -> bool:
-        """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does.
+        """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does."""
+        assert self.leaves is not None
+        return self.leaves.all_run()
 
-        The probe is a leaf in every step's graph that nobody asks gradients of: it is skipped exactly by ``autograd.grad`` and
-        ``backward(inputs=...)``.
-        """
-        return compat.will_accumulate([self._probe_node])[0]
-
-    def accumulate(self, step: StepProgram, grads: list[tuple[str, Tensor]]) -> dict[str, Any]:
+    def accumulate(self, step: StepProgram, grads: dict[str, Tensor]) -> dict[str, Any]:
         """Put gradients where they belong; returns those that the engine must handle, by parameter."""
         held = self.executor.accumulation
         if self.keeps_local():
-            for name, value in grads:
+            for name, value in grads.items():
                 held.add_local(name, value)
             held.advance(reduces=False)
-            return self._for_hooks(step, [name for name, _ in grads])
+            return self._for_hooks(step, list(grads))
         if not self.in_default_mode():
-            return {name: self._fresh(name, value) for name, value in grads}
-        leftovers: dict[str, Tensor] = {}
+            return {name: self._fresh(name, value) for name, value in grads.items()}
+        hooked = set(compress(grads, compat.tensor_hooks(self.shards.parameters_of(grads))))
         if held.local:
             self.agreement.event(f"reduction of local gradients ({step.label})", TextSequence.of(*held.local))
-            leftovers = dict(self.executor.reduce_local(list(held.local), "reduction"))
-        hooked = {name for name, _ in grads if compat.tensor_hooks(self.shards.parameter(name))}
-        grads = [(name, value + leftovers.pop(name) if name in leftovers else value) for name, value in grads]
-        grads = self._through_window([*grads, *leftovers.items()])
-        direct = [g for g in grads if g[0] not in hooked] if hooked else grads
-        self.shards.accumulate_many([name for name, _ in direct], [value for _, value in direct])
-        return {name: self._fresh(name, value) for name, value in grads if name in hooked}
+            for name, value in self.executor.reduce_local(list(held.local), "reduction"):
+                grads[name] = grads[name] + value if name in grads else value
+        grads = self._through_window(grads)
+        returned = {name: self._fresh(name, value) for name, value in grads.items() if name in hooked} if hooked else {}
+        self._accumulate({name: value for name, value in grads.items() if name not in hooked} if hooked else grads)
+        return returned
+
+    def _accumulate(self, grads: Mapping[str, Tensor]) -> None:
+        self.shards.accumulate_many(list(grads), list(grads.values()))
 
     def _for_hooks(self, step: StepProgram, names: list[str]) -> dict[str, Any]:
         """Local gradients of the parameters that have hooks, reduced: a hook is called in every backward, with a gradient."""
-        parameters = [(name, self.shards.parameter(name)) for name in names]
-        hooked = [name for name, p in parameters if compat.tensor_hooks(p) or compat.accumulation_hooks(p)]
+        parameters = self.shards.parameters_of(names)
+        hooks = zip(names, compat.tensor_hooks(parameters), map(compat.accumulation_hooks, parameters), strict=True)
+        hooked = [name for name, before, after in hooks if before or after]
         if not hooked:
             return {}
         self.agreement.event(f"reduction of gradients with hooks ({step.label})", TextSequence.of(*hooked))
         reduced = self.executor.reduce_local(hooked, "reduction")
         return {name: self._fresh(name, value) for name, value in reduced}
 
-    def _through_window(self, grads: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _through_window(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients that are complete: all but those that are added up over the window, and these when it ends."""
         held = self.executor.accumulation
         ends = held.at_last
@@ -287,29 +289,28 @@ class StepRunner:
         if held.dtype is None:
             return grads
         if ends:
-            complete = [(name, held.take_reduced(name, value)) for name, value in grads]
-            return complete + self._take_reduced()
-        complete = []
-        for name, value in grads:
+            complete = {name: held.take_reduced(name, value) for name, value in grads.items()}
+            return complete | self._take_reduced()
+        complete = {}
+        for name, value in grads.items():
             if held.holds_back(self.shards.specs[name].dtype):
                 held.add_reduced(name, value)
             else:
-                complete.append((name, value))
+                complete[name] = value
         return complete
 
-    def _take_reduced(self) -> list[tuple[str, Tensor]]:
+    def _take_reduced(self) -> dict[str, Tensor]:
         """The gradients that were added up over a window; nothing is held any more."""
         held = self.executor.accumulation
         names = [name for name in self.shards.specs if name in held.reduced]
-        return [(name, held.reduced.pop(name)) for name in names]
+        return {name: held.reduced.pop(name) for name in names}
 
     def finish_window(self) -> None:
         """Reduce local gradients now, put all that was added up into ``.grad``, and begin a window. Collective."""
         held = self.executor.accumulation
         self.agreement.event("sync_gradients", TextSequence.of(*held.names()))
         local = self.executor.reduce_local(list(held.local), "sync_gradients")
-        grads = [(name, held.take_reduced(name, value)) for name, value in local] + self._take_reduced()
-        self.shards.accumulate_many([name for name, _ in grads], [value for _, value in grads])
+        self._accumulate({name: held.take_reduced(name, value) for name, value in local} | self._take_reduced())
         self.begin_window()
 
     def begin_window(self) -> None:
@@ -336,7 +337,7 @@ def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:
 
 
 class _Step(torch.autograd.Function):
-    """The step as autograd sees it: inputs and parameters in, output leaves out."""
+    """The step as autograd sees it: parameters, through their ``Leaves``, and inputs in, output leaves out."""
 
     @staticmethod
     def forward(
@@ -344,12 +345,12 @@ class _Step(torch.autograd.Function):
         runner: StepRunner,
         step: StepProgram,
         constants: Mapping[str, Tensor],
-        num_inputs: int,
-        probe: Tensor,
-        *tensors: Tensor,
+        leaves: Leaves,
+        end: Tensor,
+        *inputs: Tensor,
     ) -> tuple[Any, ...]:
-        outputs, saved = runner.run_forward(step, constants, tensors[:num_inputs])
-        ctx.runner, ctx.step, ctx.saved, ctx.num_inputs = runner, step, saved, num_inputs
+        outputs, saved = runner.run_forward(step, constants, inputs)
+        ctx.runner, ctx.step, ctx.saved, ctx.leaves, ctx.num_inputs = runner, step, saved, leaves, len(inputs)
         ctx.types = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in step.tangents}
         ctx.set_materialize_grads(False)
         attached = {*step.tangents, *step.detached}
@@ -383,8 +384,8 @@ class _Step(torch.autograd.Function):
             if tangent is None or tangent.stride() != strides:
                 given[index] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 given[index].zero_() if tangent is None else given[index].copy_(tangent)
+        ctx.runner.leaves = ctx.leaves
         grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
         with ctx.runner.shards.explaining_memory():
-            returned = ctx.runner.accumulate(step, grads)
-        inputs = [input_grads.get(i) for i in range(ctx.num_inputs)]
-        return (None, None, None, None, None, *inputs, *[returned.get(name) for name in step.trainable])
+            ctx.handed = ctx.leaves.hand(ctx.runner.accumulate(step, grads))
+        return (None, None, None, None, None, *map(input_grads.get, range(ctx.num_inputs)))

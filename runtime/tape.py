@@ -113,7 +113,7 @@ class Tape:
     def is_free(self) -> bool:
         """Whether nobody needs what the last replay left."""
         holder = self._lease()
-        return (holder is None or holder is self) and not self.chunks.are_held()
+        return (holder is None or holder is self) and (self.chunks.stay or not self.chunks.are_held())
 
 
 class Tapes:

@@ -10,11 +10,12 @@ import copy
 import functools
 import inspect
 import logging
+import operator
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from torch import fx, nn
 TESTED = ("2.11", "2.13")
 #: whether Dynamo traces ``copy.copy`` and ``copy.deepcopy``
 TRACES_COPIES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
+
+# What is done for each of many tensors, in C: a replayed step asks these of every parameter.
+_data_ptr, _use_count = torch.Tensor.data_ptr, torch.Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]
+_requires_grad, _grad, _tensor_hooks = map(operator.attrgetter, ("requires_grad", "grad", "_backward_hooks"))
 
 
 # Fake tensors. --------------------------------------------------------------------------------------------------------
@@ -258,10 +263,10 @@ def compile_settings() -> Iterator[str]:
 def _check_kernels() -> None:
     """Raises TypeError if somebody has given an operator of torch's another decomposition or gradient."""
     ours = (f"{os.path.dirname(torch.__file__)}{os.sep}", __file__)
-    for operator, function in decompositions().items():
+    for overload, function in decompositions().items():
         code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is not None and operator.namespace in ("aten", "prims") and not code.co_filename.startswith(ours):
-            raise TypeError(f"the decomposition of {operator.name()} is in {code.co_filename}, which is not torch's")
+        if code is not None and overload.namespace in ("aten", "prims") and not code.co_filename.startswith(ours):
+            raise TypeError(f"the decomposition of {overload.name()} is in {code.co_filename}, which is not torch's")
     for kernel in torch.library._impls:
         namespace, name, key = kernel.split("/")
         if namespace == "aten" and "Auto" in key:
@@ -593,9 +598,19 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def will_accumulate(nodes: list[Any]) -> list[bool]:
-    """Inside a backward: for each autograd node, whether the engine will run it."""
-    return [torch._C._will_engine_execute_node(n) for n in nodes]
+def graph_task() -> int:
+    """Inside a backward: the engine's number of it."""
+    return torch._C._current_graph_task_id()
+
+
+def will_run(node: Any) -> bool:
+    """Inside a backward: whether the engine will run an autograd node."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def run_as_leaf(node: Any) -> None:
+    """Let the engine run an autograd node of Python's before all others that are ready, as it does with leaves."""
+    node._set_sequence_nr(2**64 - 1)
 
 
 def grad_accumulator(parameter: torch.Tensor) -> Any:
@@ -614,9 +629,34 @@ def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
-def tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Whether ``register_hook`` was called on ``tensor`` and the hook is still there."""
-    return bool(tensor._backward_hooks)
+def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Where the memory of each begins."""
+    return list(map(_data_ptr, tensors))
+
+
+def requires_grad(tensors: Iterable[torch.Tensor]) -> tuple[bool, ...]:
+    """The flag of each. To ask every DTensor first whether it overrides attributes would take as long again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(map(_requires_grad, tensors))
+
+
+def gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The ``.grad`` of each, likewise."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_grad, tensors))
+
+
+def set_gradients(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Assign the ``.grad`` of each, likewise."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
+
+
+def tensor_hooks(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Whether ``register_hook`` was called on each tensor and the hook is still there."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(bool, map(_tensor_hooks, tensors)))
 
 
 def accumulation_hooks(tensor: torch.Tensor) -> bool:
@@ -941,33 +981,50 @@ def move_tensor_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
-def lend(local: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, Callable[[], int]]:
-    """A tensor for users over the memory of ``local``, and a way to see whether they keep it.
+class Loan:
+    """A tensor for users over memory of ours, and how to see whether they keep it.
 
     Args:
         local: has a storage of its own.
         like: a DTensor that differs in nothing but its values, or a plain tensor.
 
-    Returns:
-        A DTensor (in a tenth of the time of ``DTensor.from_local``) or ``local`` itself; and a function that counts the
-        references to it, to ``local``, and from tensors to their memory. Whoever holds the tensor or a view of it adds to them.
-        It gives -1 when ``local`` was given other memory (its ``.data`` was assigned).
+    Attributes:
+        tensor: a DTensor (made in a tenth of the time of ``DTensor.from_local``), or ``local`` itself.
+        local: this rank's part of it.
+        address: of its memory; 0 without elements.
     """
-    from torch.distributed.tensor import DTensor
 
-    tensor: Any = DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
-    inner: Any = local
-    address, memory = local.data_ptr(), local.untyped_storage()._cdata
+    __slots__ = ("_memory", "address", "local", "tensor")
 
-    def num_references() -> int:
-        if inner.data_ptr() != address:
-            return -1
-        of_objects = sys.getrefcount(tensor) + sys.getrefcount(inner)
-        of_tensors = tensor._use_count() + inner._use_count()  # saved for a backward, say, or the .grad of something
-        of_memory = torch._C._storage_Use_Count(memory)  # still there: nothing else has its address
-        return of_objects + of_tensors + of_memory
+    def __init__(self, local: torch.Tensor, like: torch.Tensor) -> None:
+        from torch.distributed.tensor import DTensor
 
-    return tensor, num_references if address else lambda: 0  # without elements nothing can be overwritten
+        make: Any = DTensor
+        spec: Any = getattr(like, "_spec", None)
+        self.tensor: torch.Tensor = make(local, spec, requires_grad=False) if isinstance(like, DTensor) else local
+        self.local = local
+        self.address = local.data_ptr()
+        self._memory = local.untyped_storage()._cdata
+
+    @staticmethod
+    def references(loans: Sequence[Loan]) -> list[int]:
+        """Counts of references to these tensors, to their parts, and from tensors to their memory, one kind after the other.
+
+        Whoever holds a tensor or a view of it adds to them. All loans have elements. Empty where a part was given other memory
+        (its ``.data`` was assigned).
+        """
+        tensors, locals_ = [loan.tensor for loan in loans], [loan.local for loan in loans]
+        if addresses(locals_) != [loan.address for loan in loans]:
+            return []
+        return [
+            *map(sys.getrefcount, tensors),
+            *map(sys.getrefcount, locals_),
+            *map(_use_count, tensors),  # saved for a backward, say, or the .grad of something
+            *map(_use_count, locals_),
+            *map(
+                torch._C._storage_Use_Count, [loan._memory for loan in loans]
+            ),  # still there: nothing else has its address
+        ]
 
 
 def dtensor_of(
@@ -1080,15 +1137,27 @@ def _check_autograd() -> None:
 
         @staticmethod
         def backward(ctx: Any, *grad_outputs: Any) -> None:
-            seen.append((keeps_graph(), will_accumulate([grad_accumulator(w)])))
+            seen.append((keeps_graph(), will_run(grad_accumulator(w)), graph_task() >= 0))
             w.grad = torch.full((2,), 3.0)
 
     fired: list[Any] = []
     w.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.clone()))
-    Probe.apply(w).backward(retain_graph=True)
-    assert seen == [(True, [True])], f"inside backward: keeps graph, will accumulate = {seen}"
+    loss = Probe.apply(w)
+    run_as_leaf(loss.grad_fn)
+    assert loss.grad_fn._sequence_nr() == grad_accumulator(w)._sequence_nr(), (
+        "leaves have another place in the engine's order"
+    )
+    loss.backward(retain_graph=True)
+    assert seen == [(True, True, True)], f"inside backward: keeps graph, will accumulate, has a number = {seen}"
     assert len(fired) == 1 and fired[0][0] == 3.0, "a None gradient no longer fires the post-accumulate hook once"
-    assert not tensor_hooks(w)
+    assert (
+        not any(tensor_hooks([w])) and gradients([w]) == [w.grad] and requires_grad([w, torch.ones(1)]) == (True, False)
+    )
+    handle = w.register_hook(lambda g: None)
+    assert tensor_hooks([w, torch.ones(1)]) == [True, False]
+    handle.remove()
+    set_gradients([w], [None])
+    assert not any(tensor_hooks([w])) and w.grad is None
     assert (
         not any([*forward_hooks(nn.Linear(1, 1)), *backward_hooks(nn.Linear(1, 1)).values()]) and global_module_hooks()
     )
@@ -1169,20 +1238,23 @@ def _check_lending() -> None:
     like = DTensor.from_local(
         torch.zeros(2, 3), mesh, [Shard(0)], run_check=False, shape=torch.Size((2, 3)), stride=(3, 1)
     )
-    placed, _ = lend(torch.ones(2, 3), like)
+    placed = Loan(torch.ones(2, 3), like).tensor
     assert isinstance(placed, DTensor) and placed.placements == like.placements and placed.device_mesh == mesh
     assert placed.shape == like.shape and placed.to_local().sum() == 6 and not placed.requires_grad
-    lent, num_references = lend(torch.ones(2, 3), torch.zeros(2, 3))
-    free = num_references()
-    view, leaf = lent.view(-1), nn.Parameter(torch.zeros(2, 3))
-    assert num_references() > free, "a view is not counted"
+    loans = [Loan(torch.ones(2, 3), torch.zeros(2, 3)) for _ in range(2)]
+    free, one, other = (Loan.references(some) for some in (loans, loans[:1], loans[1:]))
+    assert free == [n for pair in zip(one, other, strict=True) for n in pair], (
+        f"{free} references, but {one} and {other}"
+    )
+    view, leaf = loans[1].tensor.detach(), nn.Parameter(torch.zeros(2, 3))
+    assert Loan.references(loans) != free, "a view is not counted"
     del view
-    leaf.grad = lent
-    assert num_references() > free, "the .grad of a tensor is not counted"
+    leaf.grad = loans[1].tensor
+    assert Loan.references(loans) != free, "the .grad of a tensor is not counted"
     leaf.grad = None
-    assert num_references() == free, f"{num_references()} references are left of {free}"
-    lent.data = torch.ones(2, 3)
-    assert num_references() == -1
+    assert Loan.references(loans) == free, f"{Loan.references(loans)} references are left of {free}"
+    loans[1].tensor.data = torch.ones(2, 3)
+    assert Loan.references(loans) == []
 
 
 def _check_items() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -137,6 +138,11 @@ class Program:
     instructions: tuple[Instruction, ...]
     outputs: tuple[Port, ...]
     nodes: tuple[str, ...] = ()
+
+    @cached_property
+    def grads(self) -> dict[str, int]:
+        """By parameter, the slot of its gradient."""
+        return {port.key: port.slot for port in self.outputs if port.kind == "grad"}
 
 
 @dataclass(frozen=True)

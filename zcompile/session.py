@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zcompile import compat
 from zcompile.budgeted import Budgeted, device_bytes, sequences_of
 from zcompile.build import Built, build
 from zcompile.capture.convert import ParamType
@@ -73,7 +74,8 @@ class Session:
         self._unfilled = True
         shards = runner.shards
         plain = () if shards.mesh.is_distributed else shards.specs
-        self._memory = [(name, p := shards.parameter(name), p.data_ptr()) for name in plain]
+        self._plain = {name: shards.parameter(name) for name in plain}
+        self._addresses = compat.addresses(self._plain.values())
 
     @property
     def num_captures(self) -> int:
@@ -89,12 +91,12 @@ class Session:
         self.runner.agreement.check_open()
         if self._unfilled:
             self._check_filled()
-        for name, parameter, address in self._memory:
-            if parameter.data_ptr() != address:
-                raise ShardingError(
-                    f"parameter '{name}' was given other memory, by assigning its .data or by .to() of a submodule; write values in "
-                    "place (with torch.no_grad(): p.copy_(value)), and convert the model before zcompile.compile"
-                )
+        if (now := compat.addresses(self._plain.values())) != self._addresses:
+            moved = next(n for n, a, b in zip(self._plain, now, self._addresses, strict=True) if a != b)
+            raise ShardingError(
+                f"parameter '{moved}' was given other memory, by assigning its .data or by .to() of a submodule; write values in "
+                "place (with torch.no_grad(): p.copy_(value)), and convert the model before zcompile.compile"
+            )
         if self._fingerprint.has_forbidden_hooks():
             check_capturable(self.model)
         tensors, structure, paths = flatten((args, kwargs))

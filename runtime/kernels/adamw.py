@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -21,23 +20,14 @@ from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segments
 BLOCK_ELEMENTS = 1024
 NUM_WARPS = 4
 
-#: numbers that the kernel reads for each segment
-NUM_OPTIONS = 8
-
 
 @triton.jit
 def _update(  # pragma: no cover - runs on the device
-    param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, numbers,
+    param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor,
+    step_size, decay, weight1, beta2, weight2, eps, root_correction,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """One block; ``MASKED`` when it reaches beyond its segment. Unmasked accesses are 16 bytes wide."""
-    step_size = tl.load(numbers)
-    decay = tl.load(numbers + 1)
-    weight1 = tl.load(numbers + 2)
-    beta2 = tl.load(numbers + 3)
-    weight2 = tl.load(numbers + 4)
-    eps = tl.load(numbers + 5)
-    root_correction = tl.load(numbers + 6)
     lanes = tl.arange(0, BLOCK)
     mask = (lanes < count) if MASKED else None
     p = tl.load(param + param_start + lanes, mask=mask).to(tl.float32)
@@ -63,8 +53,9 @@ def _update(  # pragma: no cover - runs on the device
 
 @triton.jit
 def _adamw_kernel(  # pragma: no cover - runs on the device
-    param, grad, exp_avg, exp_avg_sq, maxima, copy_out, clip_factor, grad_scale, table, block_segment, numbers,
-    BLOCK: tl.constexpr, NUM_OPTIONS: tl.constexpr, CLIP: tl.constexpr, SCALE: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
+    param, grad, exp_avg, exp_avg_sq, maxima, copy_out, clip_factor, grad_scale, table, block_segment,
+    step_size, decay, weight1, beta2, weight2, eps, root_correction, sign,
+    BLOCK: tl.constexpr, CLIP: tl.constexpr, SCALE: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """One program updates one block of one segment; ``table`` rows: first block, param start, state start, elements."""
     block = tl.program_id(0)
@@ -74,20 +65,21 @@ def _adamw_kernel(  # pragma: no cover - runs on the device
     param_start = tl.multiple_of(tl.load(row + 1) + offset, 16)
     state_start = tl.multiple_of(tl.load(row + 2) + offset, 16)
     count = tl.load(row + 3) - offset
-    numbers += segment * NUM_OPTIONS
-    factor = tl.load(numbers + 7)
+    factor = sign
     if CLIP:
         factor *= tl.load(clip_factor)
     if SCALE:
         factor /= tl.load(grad_scale)
     if count >= BLOCK:
         _update(
-            param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, numbers,
+            param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor,
+            step_size, decay, weight1, beta2, weight2, eps, root_correction,
             BLOCK, False, AMSGRAD, COPY,
         )  # fmt: skip
     else:
         _update(
-            param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor, numbers,
+            param, grad, exp_avg, exp_avg_sq, maxima, copy_out, param_start, state_start, count, factor,
+            step_size, decay, weight1, beta2, weight2, eps, root_correction,
             BLOCK, True, AMSGRAD, COPY,
         )  # fmt: skip
 
@@ -96,55 +88,40 @@ def _adamw_kernel(  # pragma: no cover - runs on the device
 class Launch:
     """Everything about an update that stays the same from step to step: which memory, cut into blocks.
 
-    The numbers of a step lie in device memory too, so ``run`` alone may be captured into a CUDA graph: ``set_options``
-    before a replay changes what the replay does.
+    The numbers of a step are arguments of the kernel, so that nothing has to be copied to the device before it.
 
     Attributes:
-        parts: pieces of the same tensors, each with options of its own.
+        segments: the pieces to update.
         block: elements for each program, a power of two.
         num_warps: warps for each program.
     """
 
-    parts: tuple[Segments, ...]
+    segments: Segments
     block: int = BLOCK_ELEMENTS
     num_warps: int = NUM_WARPS
-    _options: Tensor | None = field(default=None, init=False)
-
-    @property
-    def _memory(self) -> Segments:
-        return self.parts[0]
 
     @cached_property
     def table(self) -> Tensor:
         """int64 ``[num_segments, 4]``: first block, param start, state start, elements."""
         rows, first = [], 0
-        for segment in (s for part in self.parts for s in part.table):
+        for segment in self.segments.table:
             rows.append((first, *segment))
             first += -(-segment.numel // self.block)
-        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(self._memory.param.device)
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4).to(self.segments.param.device)
 
     @cached_property
     def block_segment(self) -> Tensor:
         """int32 ``[num_blocks]``: the segment of each block."""
-        counts = [-(-s.numel // self.block) for part in self.parts for s in part.table]
+        counts = [-(-segment.numel // self.block) for segment in self.segments.table]
         segments = torch.arange(len(counts), dtype=torch.int32)
-        return torch.repeat_interleave(segments, torch.tensor(counts, dtype=torch.int64)).to(self._memory.param.device)
+        counted = torch.repeat_interleave(segments, torch.tensor(counts, dtype=torch.int64))
+        return counted.to(self.segments.param.device)
 
-    def set_options(self, options: Sequence[AdamWOptions]) -> None:
-        """Write the numbers of the next update, one entry for each part. Waits for nothing."""
-        rows = [_row(o) for part, o in zip(self.parts, options, strict=True) for _ in part.table]
-        device = self._memory.param.device
-        values = torch.tensor(rows, dtype=torch.float32, pin_memory=device.type == "cuda")
-        # torch's pinned allocator gives this memory to nobody else until the copy is done
-        target = self._options
-        if target is None:
-            target = self._options = torch.empty(len(rows), NUM_OPTIONS, device=device)
-        target.copy_(values.view(-1, NUM_OPTIONS), non_blocking=True)
-
-    def run(self, scaling: Scaling, copy_out: Tensor | None = None, grad: Tensor | None = None) -> None:
-        """Launch the update with the numbers written last, and the gradients in ``grad`` or else in the parts' own arena."""
-        memory, options, num_blocks = self._memory, self._options, self.block_segment.numel()
-        assert options is not None, "options are set before a launch"
+    def run(
+        self, options: AdamWOptions, scaling: Scaling, copy_out: Tensor | None = None, grad: Tensor | None = None
+    ) -> None:
+        """Launch the update with these numbers, and the gradients in ``grad`` or else in the pieces' own arena."""
+        memory, num_blocks = self.segments, self.block_segment.numel()
         if num_blocks == 0:
             return
         with _on(memory.param.device):
@@ -155,33 +132,18 @@ class Launch:
                 memory.exp_avg_sq,
                 memory.exp_avg_sq if memory.max_exp_avg_sq is None else memory.max_exp_avg_sq,
                 memory.param if copy_out is None else copy_out,
-                options if scaling.clip_factor is None else scaling.clip_factor,
-                options if scaling.grad_scale is None else scaling.grad_scale,
+                memory.param if scaling.clip_factor is None else scaling.clip_factor,
+                memory.param if scaling.grad_scale is None else scaling.grad_scale,
                 self.table,
                 self.block_segment,
-                options,
+                *options.numbers,
                 BLOCK=self.block,
-                NUM_OPTIONS=NUM_OPTIONS,
                 CLIP=scaling.clip_factor is not None,
                 SCALE=scaling.grad_scale is not None,
                 AMSGRAD=memory.max_exp_avg_sq is not None,
                 COPY=copy_out is not None,
                 num_warps=self.num_warps,
             )
-
-
-def _row(options: AdamWOptions) -> tuple[float, ...]:
-    """The numbers as the kernel reads them, computed in float64."""
-    return (
-        options.step_size,
-        1 - options.lr * options.weight_decay,
-        1 - options.beta1,
-        options.beta2,
-        1 - options.beta2,
-        options.eps,
-        options.root_correction,
-        -1.0 if options.maximize else 1.0,
-    )
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -68,26 +68,6 @@ def test_update_waits_for_nothing(device: torch.device) -> None:
     torch.testing.assert_close(segments.param, expected.param, rtol=1e-5, atol=1e-6)
 
 
-def test_a_captured_launch_takes_new_numbers(device: torch.device) -> None:
-    """In a CUDA graph the numbers of a step are read from memory."""
-    table = (Segment(0, 0, 4096),)
-    segments, expected = memory(device, table), memory(device, table)
-    launch = Launch((segments,))  # noqa: F405
-    with torch.cuda.device(device):
-        launch.set_options([OPTIONS])
-        launch.run(Scaling())  # noqa: F405
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # the stream that torch takes by default belongs to the device that was current when the first graph was captured
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
-            launch.run(Scaling())  # noqa: F405
-        launch.set_options([OTHER])  # noqa: F405
-        graph.replay()
-    adamw_(expected, OPTIONS)
-    adamw_(expected, OTHER)  # noqa: F405
-    torch.testing.assert_close(segments.param, expected.param, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_cross_entropy_in_pieces(device: torch.device, dtype: torch.dtype, bias: bool) -> None:

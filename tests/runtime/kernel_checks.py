@@ -103,9 +103,8 @@ def check(
     want = expected(segments, parts, scaling)
     grad = segments.grad.clone()
     copy_out = None if copy_dtype is None else torch.full_like(segments.param, 7.0, dtype=copy_dtype)
-    launch = Launch(with_table(segments, *[table for table, _ in parts]), block=block)
-    launch.set_options([options for _, options in parts])
-    launch.run(scaling, copy_out)
+    for part, (_, options) in zip(with_table(segments, *[table for table, _ in parts]), parts, strict=True):
+        Launch(part, block=block).run(options, scaling, copy_out)
     relative, absolute = TOLERANCE[segments.param.dtype]
     for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
         got, reference = getattr(segments, name), getattr(want, name)
@@ -135,7 +134,9 @@ def test_adamw_dtypes_and_odd_sizes(device: torch.device, mix: tuple[torch.dtype
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("copy_dtype", [None, torch.bfloat16, torch.float32])
-def test_adamw_groups_in_one_launch(device: torch.device, amsgrad: bool, copy_dtype: torch.dtype | None) -> None:
+def test_adamw_parts_with_options_of_their_own(
+    device: torch.device, amsgrad: bool, copy_dtype: torch.dtype | None
+) -> None:
     first = (Segment(0, 0, 320), Segment(640, 320, 64))
     second = (Segment(384, 384, 200), Segment(768, 640, 515))
     segments = memory(device, first + second, amsgrad=amsgrad)
@@ -154,12 +155,11 @@ def test_adamw_options_change_between_launches(device: torch.device) -> None:
     """A launch is made once; only the numbers change."""
     table = (Segment(0, 0, 300),)
     segments = memory(device, table)
-    launch = Launch((segments,), block=128)
+    launch = Launch(segments, block=128)
     for step, lr in ((1.0, 1e-2), (2.0, 5e-3), (3.0, 0.0)):
         options = AdamWOptions(lr, 0.9, 0.999, 1e-8, 0.1, step, False)
         want = expected(segments, [(table, options)], adamw_update.UNSCALED)
-        launch.set_options([options])
-        launch.run(adamw_update.UNSCALED)
+        launch.run(options, adamw_update.UNSCALED)
         torch.testing.assert_close(segments.param.double(), want.param, rtol=2e-6, atol=2e-7)
 
 
@@ -169,9 +169,8 @@ def test_adamw_reads_the_gradients_that_a_launch_is_given(device: torch.device) 
     segments = memory(device, table)
     want = expected(segments, [(table, OPTIONS)], adamw_update.UNSCALED)
     grad = segments.grad.clone()
-    launch = Launch((dataclasses.replace(segments, grad=None),), block=128)
-    launch.set_options([OPTIONS])
-    launch.run(adamw_update.UNSCALED, grad=grad)
+    launch = Launch(dataclasses.replace(segments, grad=None), block=128)
+    launch.run(OPTIONS, adamw_update.UNSCALED, grad=grad)
     torch.testing.assert_close(segments.param.double(), want.param, rtol=2e-6, atol=2e-7)
 
 
@@ -179,9 +178,7 @@ def test_adamw_keeps_zeros_zero(device: torch.device) -> None:
     """Holes between parameters are updated along and must stay what they are."""
     zeros = [torch.zeros(192, device=device) for _ in range(4)]
     segments = Segments(zeros[0], zeros[1], zeros[2], zeros[3], None, (Segment(0, 0, 192),))
-    launch = Launch((segments,))
-    launch.set_options([OPTIONS])
-    launch.run(adamw_update.UNSCALED)
+    Launch(segments).run(OPTIONS, adamw_update.UNSCALED)
     assert not any(tensor.any() for tensor in zeros)
 
 
@@ -189,9 +186,7 @@ def test_adamw_passes_nan_on(device: torch.device) -> None:
     table = (Segment(0, 0, 130),)
     segments = memory(device, table, amsgrad=True)
     segments.grad[7] = math.nan
-    launch = Launch((segments,))
-    launch.set_options([OPTIONS])
-    launch.run(adamw_update.UNSCALED)
+    Launch(segments).run(OPTIONS, adamw_update.UNSCALED)
     for tensor in (segments.param, segments.exp_avg, segments.exp_avg_sq, segments.max_exp_avg_sq):
         assert tensor is not None
         assert tensor.isnan().nonzero().flatten().tolist() == [7]
@@ -199,9 +194,7 @@ def test_adamw_passes_nan_on(device: torch.device) -> None:
 
 def test_adamw_without_elements(device: torch.device) -> None:
     empty = torch.empty(0, device=device)
-    launch = Launch((Segments(empty, empty, empty, empty, None, ()),))
-    launch.set_options([OPTIONS])
-    launch.run(adamw_update.UNSCALED)
+    Launch(Segments(empty, empty, empty, empty, None, ())).run(OPTIONS, adamw_update.UNSCALED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

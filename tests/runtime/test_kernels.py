@@ -56,8 +56,9 @@ def wide(ptx, kind):
 for param, grad in (("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")):
     types = {name: f"*{param}" for name in ("param", "exp_avg", "exp_avg_sq", "maxima")}
     types |= dict(grad=f"*{grad}", copy_out="*bf16", clip_factor="*fp32", grad_scale="*fp32")
-    types |= dict(table="*i64", block_segment="*i32", numbers="*fp32")
-    constants = dict(BLOCK=BLOCK_ELEMENTS, NUM_OPTIONS=8, CLIP=True, SCALE=True, AMSGRAD=False, COPY=True)
+    types |= dict(table="*i64", block_segment="*i32")
+    types |= dict.fromkeys(("step_size", "decay", "weight1", "beta2", "weight2", "eps", "root_correction", "sign"), "fp32")
+    constants = dict(BLOCK=BLOCK_ELEMENTS, CLIP=True, SCALE=True, AMSGRAD=False, COPY=True)
     ptx = compile(_adamw_kernel, types, constants, NUM_WARPS)
     each = BLOCK_ELEMENTS // (32 * NUM_WARPS)  # elements of a thread
     size = {"fp32": 4, "bf16": 2}

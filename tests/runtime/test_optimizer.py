@@ -181,6 +181,46 @@ def test_a_gradient_of_the_users() -> None:
     pair.check()
 
 
+#: what a user may do to an optimizer between two steps
+CHANGES: dict[str, Callable[[torch.optim.Optimizer, nn.Parameter], Any]] = {
+    "a moment": lambda o, p: o.state[p].update(exp_avg=torch.full_like(p.detach(), 0.5)),
+    "a moment in place": lambda o, p: o.state[p]["exp_avg_sq"].mul_(2),
+    "a count": lambda o, p: o.state[p].update(step=torch.tensor(7.0)),
+    "a count in place": lambda o, p: o.state[p]["step"].fill_(9.0),
+    "an entry": lambda o, p: o.state.__setitem__(p, {key: 0.5 * value for key, value in o.state[p].items()}),
+    "no entry": lambda o, p: o.state.pop(p),
+    "its contents": lambda o, p: o.state[p].clear(),
+    "the order": lambda o, p: o.param_groups[0]["params"].reverse(),
+    "one less": lambda o, p: o.param_groups[0]["params"].pop(),
+    "another in its place": lambda o, p: o.param_groups[0]["params"].__setitem__(-1, nn.Parameter(torch.zeros(2))),
+    "a gradient": lambda o, p: setattr(p, "grad", torch.full_like(p.detach(), 0.25)),
+    "no gradient": lambda o, p: setattr(p, "grad", None),
+}
+
+
+@pytest.mark.usefixtures("both_sizes")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_users_change_is_seen(change: Callable[[torch.optim.Optimizer, nn.Parameter], Any]) -> None:
+    """A plan that was made before holds no more; the steps are torch's."""
+    pair = Pair(Mesh.create(device="cpu"))
+    skip = ("nothing",)  # a parameter that is updated on its own lets no plan hold
+    for seed in range(3):
+        pair.step(seed, skip)
+    assert pair.ours._plans
+    gradients = full_gradients(pair.plain, 3, skip=skip)
+    set_gradients(pair.plain, gradients)
+    pair.shards.accumulate_many(*reduced(pair.shards, gradients))
+    change(pair.ours, pair.model.up.weight)
+    change(pair.theirs, pair.plain.up.weight)
+    pair.ours.step()
+    pair.theirs.step()
+    for p in pair.model.parameters():
+        p.grad = None
+    for seed in (4, 5):
+        pair.step(seed, skip)
+    pair.check()
+
+
 @pytest.mark.usefixtures("both_sizes")
 @pytest.mark.parametrize("distributed", [False, True])
 def test_state_goes_to_torch_and_comes_back(distributed: bool, request: pytest.FixtureRequest) -> None:

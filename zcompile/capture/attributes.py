@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -74,9 +75,10 @@ class Watcher:
 
     def now(self) -> Attributes:
         """The present values."""
-        if self._lengths != [len(table) for table in self._tables]:
+        if list(map(len, self._tables)) != self._lengths:
             self._watch()
-        elif not all(map(operator.is_, [v for get, keys in self._reads for v in map(get, keys)], self._last)):
+        now = itertools.chain(map(dict.get, self._owners, self._keys), itertools.chain.from_iterable(self._lists))
+        if not all(map(operator.is_, now, self._last)):
             self._watch()
         return self._latest
 
@@ -90,9 +92,11 @@ class Watcher:
             )
         found = list(_tables(self._model))
         self._tables = [table for _, table, _ in found]
-        self._lengths = [len(table) for table in self._tables]
-        self._reads = [(t.get if isinstance(t, dict) else t.__getitem__, keys) for _, t, keys in found]
-        self._last = [table[key] for _, table, keys in found for key in keys]
+        self._lengths = list(map(len, self._tables))
+        reads = [(table, key) for _, table, keys in found if isinstance(table, dict) for key in keys]
+        self._owners, self._keys = [table for table, _ in reads], [key for _, key in reads]
+        self._lists = [table for table in self._tables if not isinstance(table, dict)]
+        self._last = [*map(dict.get, self._owners, self._keys), *itertools.chain.from_iterable(self._lists)]
         values = {f"{path}{key}": _comparable(table[key]) for path, table, keys in found for key in keys}
         for name, buffer in self._model.named_buffers():
             values[name] = (tuple(buffer.shape), buffer.stride(), buffer.dtype, buffer.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from zcompile import compat
 from zcompile.capture.attributes import Attributes, Watcher
 from zcompile.capture.tree import Structure
 from zcompile.errors import CaptureError
+
+_training = operator.attrgetter("training")
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,11 @@ class Fingerprint:
 
     def modes(self) -> tuple[bool, ...]:
         """The train/eval flag of every module."""
-        return tuple([m.training for m in self._modules])
+        return tuple(map(_training, self._modules))
 
     def trainable(self) -> tuple[bool, ...]:
         """The requires_grad flag of every parameter."""
-        return tuple([p.requires_grad for p in self._parameters])
+        return compat.requires_grad(self._parameters)
 
     def attributes(self) -> Attributes:
         """The present values of all plain attributes."""
