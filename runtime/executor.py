@@ -110,15 +110,7 @@ class Executor:
             instructions = self.observer.watch(program, first, slots, pending)
         for ins in instructions:
             if type(ins) is Call:
-                args = [slots[i] for i in ins.inputs]
-                for i in ins.frees:
-                    slots[i] = None
-                results = bodies[ins.body](args)
-                if first:
-                    _check_results(ins, results)
-                for i, value in zip(ins.outputs, results, strict=True):
-                    if i >= 0:
-                        slots[i] = value
+                _call(ins, bodies[ins.body], slots, check=first)
             elif type(ins) is Start:
                 pending[ins.ticket] = self._start(ins, slots)
             elif type(ins) is Transfer:
@@ -194,6 +186,19 @@ class Executor:
                 self.collectives.all_reduce([out], description=f"{label} of {name}").wait()
             reduced.append((name, out.to(self.shards.hosting.home)))
         return reduced
+
+
+def _call(ins: Call, body: Body, slots: list[Any], *, check: bool) -> None:
+    """Run a region. A function of its own, as variables of a loop would hold its results while the next region runs."""
+    args = [slots[i] for i in ins.inputs]
+    for i in ins.frees:
+        slots[i] = None
+    results = body(args)
+    if check:
+        _check_results(ins, results)
+    for i, value in zip(ins.outputs, results, strict=True):
+        if i >= 0:
+            slots[i] = value
 
 
 def _check_results(call: Call, results: Sequence[Any]) -> None:
