@@ -18,7 +18,6 @@ from zcompile.passes.schedule.bucket import Bucket
 from zcompile.passes.schedule.hold import Hold
 from zcompile.passes.schedule.keep import Keep
 from zcompile.passes.schedule.prefetch import Prefetch
-from zcompile.passes.wide_gradients import WideGradients
 from zcompile.passes.zero.outline import Outline
 from zcompile.passes.zero.plan_units import PlanUnits
 from zcompile.passes.zero.reduce import Reduce
@@ -32,7 +31,6 @@ PASSES: tuple[type[Pass[Any]], ...] = (
     Precision,
     Recompute,
     Align,
-    WideGradients,
     RecomputeParams,
     PlanUnits,
     Shard,
@@ -107,15 +105,12 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp", gpu: str = 
     moved = config.offloading.activations
     offload = () if moved is None else (Offload(mib=moved.mib, lookahead=moved.lookahead),)
     precision = () if config.compute_spec is None else (Precision(dtype=config.compute_spec),)
-    reduces_rounded = config.reduce_spec in ("bf16", "f16")  # then nothing is gained by a sum that is not
-    wide = () if reduces_rounded else (WideGradients(device=gpu),)
     return Pipeline(
         (
             *chunk_loss(config, gpu),
             *precision,
             *recompute,
             Align(device=gpu),
-            *wide,
             RecomputeParams(),
             PlanUnits(),
             Shard(stage=config.stage, size=size, axis=axis, ignore="|".join(config.ignore)),
