@@ -6,12 +6,15 @@ python benchmarks/offload.py --nproc 1 --largest zc3:56,fsdp2-c:26,ds3:26 --host
 python benchmarks/offload.py --device cpu --size tiny --budget 64MiB --backend eager --steps 2 --only zc3,fsdp2
 
 Blocks are computed again in backward in all systems. ``--largest`` trains each system with so many layers, and then with a few more
-until it fails or its host memory is over ``--host`` GiB. DeepSpeed is an optional install.
+until it fails or its host memory is over ``--host`` GiB: peers with everything on the host, zcompile with what a budget chooses.
+DeepSpeed is an optional install.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,6 +29,8 @@ from benchmarks.systems import TITLES
 
 #: further layers of a system that fitted
 STEP_LAYERS = 4
+#: of the device, with ``--largest``
+MOST = 0.9
 COLUMNS = (
     ("B parameters", "num_params", 1e-9, "{:.1f}"),
     ("step ms", "step_ms", 1.0, "{:,.0f}"),
@@ -40,11 +45,12 @@ COLUMNS = (
 
 def rows_of(args: argparse.Namespace) -> list[Row]:
     """The systems with what they can put on the host."""
+    budget = args.budget or "40GiB"
     everything = {
         "fsdp2-c": [{"offload": "optimizer+parameters"}],
         "fsdp2": [{"offload": "optimizer+parameters"}],
         "ds3": [{"offload": "optimizer"}, {"offload": "optimizer+parameters"}],
-        "zc3": [{"memory_budget": args.budget}, {"offload": "optimizer"}, {"offload": "optimizer{step=cpu}"}],
+        "zc3": [{"memory_budget": budget}, {"offload": "optimizer"}, {"offload": "optimizer{step=cpu}"}],
     }
     same: dict[str, Any] = {"size": args.size, "layers": args.layers, "backend": args.backend, "steps": args.steps}
     return [
@@ -70,8 +76,11 @@ def larger(args: argparse.Namespace, launch: Launch) -> Iterator[dict[str, Any]]
         system, _, layers = given.partition(":")
         count = int(layers)
         while True:
-            offload = "optimizer" if system.startswith("zc") else "optimizer+parameters"
-            row = Row(system, args.size, layers=count, recompute="full", steps=args.steps, options={"offload": offload})
+            row = Row(system, args.size, layers=count, backend=args.backend, steps=args.steps)
+            if system.startswith("zc"):
+                row = dataclasses.replace(row, options={"memory_budget": args.budget or MOST})
+            else:
+                row = dataclasses.replace(row, recompute="full", options={"offload": "optimizer+parameters"})
             (result,) = launch.measure([row])
             yield result
             if "error" in result or result["host_gib"] > args.host:
@@ -83,7 +92,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="8B", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--layers", type=int, help="of the model; default: the size's own")
-    parser.add_argument("--budget", default="40GiB", help="of zcompile's memory_budget")
+    parser.add_argument(
+        "--budget", help=f"zcompile's memory_budget; default: 40GiB, {MOST} of the device with --largest"
+    )
     parser.add_argument("--only", default="zc3,fsdp2-c,ds3", help="systems")
     parser.add_argument("--largest", help="systems and layers to begin with, such as zc3:56,fsdp2-c:26")
     parser.add_argument("--host", type=float, default=100.0, help="GiB of the host that --largest may take")
@@ -96,6 +107,8 @@ def main() -> int:
     parser.add_argument("--logs", help="write the output of every row into this folder")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended too
+    if args.largest:
+        os.environ["ZCOMPILE_HOST_BYTES"] = str(int(args.host * 2**30 / args.nproc))
     launch = Launch(args.nproc, args.device, args.timeout, args.logs)
     print(
         f"| system | option | layers | {' | '.join(title for title, *_ in COLUMNS)} |\n|{'---|' * (3 + len(COLUMNS))}"

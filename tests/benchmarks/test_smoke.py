@@ -91,6 +91,8 @@ def test_host_time(programs: Programs) -> None:
 def test_offload(programs: Programs) -> None:
     options = ("--device", "cpu", "--size", "tiny", "--budget", "64MiB", "--backend", "eager", "--steps", "1")
     assert "| zcompile stage 3 | 64MiB | 2 |" in programs(BENCHMARKS / "offload.py", *options, "--only", "zc3")
+    largest = programs(BENCHMARKS / "offload.py", *options, "--largest", "zc3:3", "--nproc", "1", "--host", "0.1")
+    assert "| zcompile stage 3 | 64MiB | 3 |" in largest
 
 
 @pytest.mark.dist

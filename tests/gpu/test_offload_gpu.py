@@ -33,7 +33,8 @@ ACTIVATIONS, STATES, EVERYTHING = (
     "optimizer{chunk_mib=0.25}",
     "activations{mib=0}+optimizer+parameters",
 )
-WHAT = [ACTIVATIONS, STATES, "optimizer{step=cpu chunk_mib=0.25}", "parameters", EVERYTHING]
+PART = "optimizer{chunk_mib=0.25 share=0.5}"
+WHAT = [ACTIVATIONS, STATES, PART, "optimizer{step=cpu chunk_mib=0.25}", "parameters", EVERYTHING]
 LESS_MEMORY = [ACTIVATIONS, "optimizer", EVERYTHING]
 
 
@@ -178,7 +179,8 @@ def test_training_equals_plain_pytorch(results: Results, world_size: int, what: 
     found = results.of(world_size, f"offload:3:{what}")
     assert found["losses"] == pytest.approx(reference, rel=5e-5)
     assert found["host_bytes"] == found["predicted_host_bytes"] > 0
-    assert found["states_on"] == (["cpu"] if what != ACTIVATIONS or DEVICE == "cpu" else ["cuda"])
+    places = {ACTIVATIONS: ["cuda"], PART: ["cpu", "cuda"]}.get(what, ["cpu"])
+    assert found["states_on"] == (places if DEVICE == "cuda" else ["cpu"])
     assert found["gathered_live_bytes"] == 0
 
 
