@@ -16,13 +16,17 @@ import torch
 import zcompile
 from tests.dist.models import CASES, VOCAB, Deep
 from zcompile.__main__ import main
+from zcompile.config import Config
 from zcompile.errors import ConfigError, PlanError, VerifyError, ZCompileError
 from zcompile.planner.hardware import hardware
-from zcompile.planner.memory import CATEGORIES, by_category
+from zcompile.planner.memory import CATEGORIES, Setup, by_category
 from zcompile.planner.plan import Plan
 from zcompile.planner.states import evaluate
 from zcompile.planner.symbols import ROWS as ROWS_SYMBOL
 from zcompile.planner.symbols import TOKENS
+from zcompile.planner.trace import trace_with
+from zcompile.planner.walk import predict
+from zcompile.planner.window import Window
 
 ROWS = 4
 
@@ -237,3 +241,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_command_refuses_unknown_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama4", "--world-size", "8"]) == 1
     assert "error: model 'llama4' is not known; the known ones are gpt2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stage", "there"), [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize("hold", ["hold,", "hold{units=0 first=0},"])
+def test_gradients_over_a_window(stage: int, there: bool, hold: str) -> None:
+    """Stages 0 and 1 have full ones until the last backward makes shards of them; the others add to shards. More than a model keeps."""
+    with torch.device("meta"):
+        model, x = (
+            torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(3))),
+            torch.empty(8, 8192),
+        )
+    policy = "prefetch" if stage == 0 else f"{hold}prefetch"
+    config = Config(stage=stage, policy=policy, gradient_accumulation_steps=3)
+    traced = trace_with(model, (x,), config, 2, for_gpu=True)
+    window = Window.of(config, traced.pipeline, 2)
+    setup = dataclasses.replace(Setup.on(hardware("h200"), 2), window=window)
+    memory = predict(traced.step, traced.specs, setup)
+    full = 3 * 8192 * 8192 * 4
+    shards = full if stage == 0 else full // 2
+    last = len(memory.moments) - 1 - [m.phase for m in reversed(memory.moments)].index("forward")
+    before, after = memory.moments[:last], memory.moments[-1].after
+    assert all(m.after.get("gradient shards", 0) == shards * there for m in before)
+    assert all(m.after.get("local gradients", 0) >= full * (not there) for m in before)
+    assert after["gradient shards"] == memory.gradient_bytes == shards and not after.get("local gradients")

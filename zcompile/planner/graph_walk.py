@@ -190,8 +190,10 @@ class GraphWalk:
                 walk.pool.take(kind, spec.name)
         else:
             for name, slot, kind in zip(ins.grads, ins.outputs, ins.types, strict=True):
-                stays = walk.parameters_on_host or walk.setup.window is not None
-                if name and walk.specs[name].dtype == kind.dtype and not stays:
+                apart = walk.parameters_on_host or walk.adds_shards
+                if not walk.reduces:  # it stays on its rank, and is counted there
+                    self._set(slot, ())
+                elif name and walk.specs[name].dtype == kind.dtype and not apart:
                     walk.touch([name])
                 else:
                     self._set(slot, (Storage("reduction buckets", type_bytes(kind)),))
@@ -263,7 +265,7 @@ class GraphWalk:
                 for storage in self.slots[port.slot]:
                     walk.hold(storage)
                     walk.users.append(storage)
-        if self.phase == "backward":
+        if self.phase == "backward" and walk.reduces:
             walk.touch(walk.trained)
             walk.record(self.phase, "end", "accumulate gradients", {})
         self._free(range(len(self.slots)))

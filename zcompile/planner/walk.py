@@ -35,7 +35,12 @@ def predict(step: Step, specs: Sequence[ParamSpec], setup: Setup | None = None) 
 
 
 class StepWalk:
-    """The whole step: what both graphs share, and what goes from one to the other."""
+    """The whole step: what both graphs share, and what goes from one to the other.
+
+    Attributes (beside what is counted):
+        reduces: whether the gradients of the backward that is walked are reduced, or stay on their rank.
+        adds_shards: whether there are shards of gradients already, to which a backward adds.
+    """
 
     def __init__(self, step: Step, specs: Sequence[ParamSpec], setup: Setup) -> None:
         self.step = step
@@ -61,13 +66,15 @@ class StepWalk:
         self.inputs: dict[str, Value] = {}
         self.gradient_bytes = 0
         self.parameters_on_host = setup.offloading.parameters is not None
+        self.reduces = True
+        self.adds_shards = setup.window is not None and setup.window.sums_shards
 
     def run(self) -> Memory:
         trainable = sum(size * key.dtype.itemsize for key, size in self.layout.sizes.items() if key.trainable)
         keeps = trainable <= KEEP_BYTES or self.parameters_on_host
         self._place_states()
         self.totals["context and libraries"] = self.setup.context_bytes
-        if keeps or self.setup.window is not None:
+        if keeps or self.adds_shards:
             self.touch(self.trained)
         forward = self.step.forward
         middle = self._through_window()
@@ -99,7 +106,7 @@ class StepWalk:
         )
 
     def _through_window(self) -> Step | None:
-        """Everything up to the last micro-batch of a window, with all gradients there; the graphs of its middle.
+        """Everything up to the last micro-batch of a window, with gradients of earlier ones there; the graphs of its middle.
 
         The second backward of the middle begins as the first did, so that one is enough.
         """
@@ -111,7 +118,9 @@ class StepWalk:
         self.totals["local gradients"] = local
         if middle is not None and middle.backward is not None:
             GraphWalk(self, self.step.forward, "forward").run()
+            self.reduces = window.sums_shards
             GraphWalk(self, middle.backward, "backward").run()
+            self.reduces = True
             self._end_step()
         if local and window.steps > 2:  # what a backward leaves is added to what others have left
             self.totals["local gradients"] += local
