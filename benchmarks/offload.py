@@ -13,7 +13,6 @@ DeepSpeed is an optional install.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import signal
 import sys
@@ -76,11 +75,11 @@ def larger(args: argparse.Namespace, launch: Launch) -> Iterator[dict[str, Any]]
         system, _, layers = given.partition(":")
         count = int(layers)
         while True:
-            row = Row(system, args.size, layers=count, backend=args.backend, steps=args.steps)
+            same: dict[str, Any] = {"layers": count, "backend": args.backend, "steps": args.steps}
             if system.startswith("zc"):
-                row = dataclasses.replace(row, options={"memory_budget": args.budget or MOST})
+                row = Row(system, args.size, options={"memory_budget": args.budget or MOST}, **same)
             else:
-                row = dataclasses.replace(row, recompute="full", options={"offload": "optimizer+parameters"})
+                row = Row(system, args.size, recompute="full", options={"offload": "optimizer+parameters"}, **same)
             (result,) = launch.measure([row])
             yield result
             if "error" in result or result["host_gib"] > args.host:

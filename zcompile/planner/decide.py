@@ -149,9 +149,8 @@ class _Search:
             and space.recomputes.index(again) <= space.recomputes.index(my_again)
             and space.loss_chunks.index(chunk) <= space.loss_chunks.index(my_chunk)
             and _parts(moved) <= _parts(my_moved)
-            and not (
-                space.shares and _may_share(moved) and _may_share(my_moved)
-            )  # less memory makes room for states then
+            # less memory makes room for states
+            and not (space.shares and _may_share(moved) and _may_share(my_moved))
         )
 
     def _may_win(self, bound_us: float) -> bool:

@@ -67,7 +67,7 @@ class StepWalk:
         self.gradient_bytes = 0
         self.parameters_on_host = setup.offloading.parameters is not None
         self.reduces = True
-        self.adds_shards = setup.window is not None and setup.window.sums_shards
+        self.adds_shards = setup.window is not None and not setup.window.defers
 
     def run(self) -> Memory:
         trainable = sum(size * key.dtype.itemsize for key, size in self.layout.sizes.items() if key.trainable)
@@ -118,7 +118,7 @@ class StepWalk:
         self.totals["local gradients"] = local
         if middle is not None and middle.backward is not None:
             GraphWalk(self, self.step.forward, "forward").run()
-            self.reduces = window.sums_shards
+            self.reduces = not window.defers
             GraphWalk(self, middle.backward, "backward").run()
             self.reduces = True
             self._end_step()

@@ -43,11 +43,6 @@ class Window:
             hold=inside_window(pipeline),
         )
 
-    @property
-    def sums_shards(self) -> bool:
-        """Whether each backward adds to the shards of gradients, which are there from the first on; else only the last makes them."""
-        return not self.defers
-
     def middle(self, step: Step) -> Step | None:
         """The graphs for the middle of the window; None: they are those of the step."""
         if self.hold is None or step.backward is None:
