@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.growth import off_the_line
 from tests.programs import ROOT, Programs
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -37,6 +38,16 @@ def test_train_step(programs: Programs, tmp_path: Path) -> None:
         assert row["step_ms"] > 0 and row["host_ms"] > 0 and row["vs_limit"] > 0
     assert rows["zc3"]["distinct_regions"] <= rows["zc3"]["regions"]
     assert "| zc3 " in text
+
+
+@pytest.mark.slow
+def test_growth(programs: Programs) -> None:
+    """Three points on no line: each is shown with what it is off by."""
+    options = ("--device", "cpu", "--size", "tiny", "--backend", "eager", "--nproc", "1", "--steps", "2")
+    text = programs(BENCHMARKS / "growth.py", *options, "--rows", "1", "--layers", "1,2")
+    assert [line.split(" | ")[0] for line in text.splitlines() if line[2:3].isdigit()] == ["| 1", "| 1", "| 2"]
+    assert off_the_line([1, 2, 3], [10, 20, 30]) == pytest.approx([0, 0, 0])
+    assert off_the_line([1, 2, 3], [10, 26, 30]) == pytest.approx([10 / 12 - 1, 26 / 22 - 1, 30 / 32 - 1])
 
 
 @pytest.mark.slow
