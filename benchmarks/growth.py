@@ -40,7 +40,9 @@ def table(what: str, counts: Sequence[int], results: Sequence[dict[str, Any]]) -
     for index, (count, _) in enumerate(measured):
         ms, ms_off, gib, gib_off = (column[index] if column else 0.0 for column in columns)
         lines.append(f"| {count} | {ms:.1f} | {ms_off:+.1%} | {gib:.2f} | {gib_off:+.1%} |")
-    lines += [f"| {c} | {r['error'].replace('|', '/')} | | | |" for c, r in zip(counts, results) if "error" in r]
+    lines += [
+        f"| {c} | {r['error'].replace('|', '/')} | | | |" for c, r in zip(counts, results, strict=True) if "error" in r
+    ]
     return "\n".join(lines)
 
 

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.gpu
 def test_leaves_without_hooks_run_in_the_calling_thread_and_others_in_that_of_the_engine(graphs: bool) -> None:
     model: Any = zcompile.compile(Net().cuda(), backend="eager", cuda_graphs=graphs)
     x, threads = torch.ones(5, 4, device="cuda"), list[int]()
-    for parameter in model.parameters():  # hooks of the node, which nobody sees, so that they change nothing
-        compat.grad_accumulator(parameter).register_hook(lambda *_: threads.append(threading.get_ident()))
+    nodes = [compat.grad_accumulator(parameter) for parameter in model.parameters()]
+    for node in nodes:  # nobody sees hooks of nodes, so that they change nothing
+        node.register_hook(lambda *_: threads.append(threading.get_ident()))
 
     def ran() -> set[int]:
         threads.clear()
