@@ -166,6 +166,12 @@ class Here:
         meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=1))
         return cls(dist.get_rank(), dist.get_world_size(), device, meeting)
 
+    def limit(self, gib: float | None) -> None:
+        """Let torch's allocator reserve no more than so much; None: as much as there is."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total) if gib else 1.0)
+
     def meet(self, text: str = "") -> list[str]:
         """Wait for all ranks, and have what each says."""
         said = text.encode()[:MAX_TEXT].ljust(MAX_TEXT, b"\0")
@@ -198,6 +204,7 @@ class Here:
 def attempt(row: Row, here: Here, before: dict[str, float]) -> dict[str, Any]:
     """Measure a row on this rank. What it raises is a result with ``error``, and ``ends`` if the ranks may be out of step since."""
     trainee = None
+    here.limit(row.card_gib)
     try:
         size = SIZES[row.size]
         size = dataclasses.replace(

@@ -53,7 +53,13 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
     }
     same: dict[str, Any] = {"size": args.size, "layers": args.layers, "backend": args.backend, "steps": args.steps}
     return [
-        Row(system, options=options, recompute=None if "memory_budget" in options else "full", **same)
+        Row(
+            system,
+            options=options,
+            recompute=None if "memory_budget" in options else "full",
+            card_gib=args.card if "memory_budget" in options else None,
+            **same,
+        )
         for system in args.only.split(",")
         for options in everything[system]
     ]
@@ -93,6 +99,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="of the model; default: the size's own")
     parser.add_argument(
         "--budget", help=f"zcompile's memory_budget; default: 40GiB, {MOST} of the device with --largest"
+    )
+    parser.add_argument(
+        "--card", type=float, help="GiB that a row with a budget may reserve, as a GPU that has no more"
     )
     parser.add_argument("--only", default="zc3,fsdp2-c,ds3", help="systems")
     parser.add_argument("--largest", help="systems and layers to begin with, such as zc3:56,fsdp2-c:26")

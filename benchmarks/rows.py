@@ -45,6 +45,7 @@ class Row:
         reduce: dtype of zcompile's and FSDP2's gradient reduction, ``fp32`` or ``bf16``.
         backend: of compiled systems; ``eager`` leaves compilation out.
         steps: how many are timed.
+        card_gib: what torch's allocator may reserve on a GPU, as if the GPU had no more; None: all of it.
         options: further ones of ``zcompile.compile``, by name. Of these the others know ``offload``: ``optimizer`` and
             ``parameters``, as far as they can.
     """
@@ -60,6 +61,7 @@ class Row:
     reduce: str = "fp32"
     backend: str = "inductor"
     steps: int = 20
+    card_gib: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:

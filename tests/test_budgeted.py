@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zcompile
 from tests.dist.models import Batch, Deep, own_batch
+from zcompile import compat
 from zcompile.errors import BudgetError
 
 ROWS = 16
@@ -181,3 +182,28 @@ def test_losses_in_pieces_are_chosen() -> None:
     plan = zcompile.plan(model, inputs, memory_budget=whole.chosen.peak_bytes - 1, **options)
     assert plan.decision is not None and plan.decision.chosen.choice.loss_chunk == "auto"
     assert plan.decision.chosen.pieces == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "then"),
+    [
+        ("", "expandable_segments:True"),
+        ("max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:True"),
+        ("expandable_segments:true", None),
+        ("expandable_segments:False", None),
+    ],
+)
+def test_the_allocator_of_a_gpu_is_made_ready(monkeypatch: pytest.MonkeyPatch, told: str, then: str | None) -> None:
+    """What the user has told it stays."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", told)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    said: list[str] = []
+
+    def tell(settings: str) -> None:
+        said.append(settings)
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", tell)
+    assert compat.expand_segments() == (told != "expandable_segments:False")
+    assert said == ([] if then is None else [then])

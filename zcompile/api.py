@@ -315,9 +315,7 @@ def _take_over(
 
     if config.cuda_graphs is not False and config.can_replay:
         _replay_steps(runner, label, asked=config.cuda_graphs is True)
-    budget = budget_bytes(config, mesh.device)
-    budgeted = None if budget is None else Budgeted(budget, config)
-    session = Session(model, config, pipeline, runner, param_type, label, budgeted)
+    session = Session(model, config, pipeline, runner, param_type, label, Budgeted.on(mesh.device, config))
     shards.when_out_of_memory = _explainer(session)
     return CompiledModule(model, config, session)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zcompile import compat
 from zcompile.capture.joint import Call, Captured
 from zcompile.config import Config
 from zcompile.errors import BudgetError, ConfigError
@@ -110,6 +111,23 @@ class Budgeted:
         self._limits = Limits(budget_bytes)
         self._optimizer = "adamw"
         self._first: Decision | None = None
+
+    @classmethod
+    def on(cls, device: torch.device, config: Config) -> Budgeted | None:
+        """The budget of a model on a device, whose allocator is made ready for it; None: there is none.
+
+        A budget is for tensors. Of a device that has little more, the allocator loses too much in pieces: of 40 GiB, 5 were once
+        reserved and free when 1 was wanted (BENCHMARKS.md).
+        """
+        budget = budget_bytes(config, device)
+        if budget is None:
+            return None
+        if device.type == "cuda" and not compat.expand_segments():
+            log.warning(
+                "memory_budget: torch's allocator has been told not to use expandable_segments, so it may reserve more than the "
+                "budget in pieces that are of no use; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True prevents that"
+            )
+        return cls(budget, config)
 
     def pipeline(
         self, session: Session, captured: Captured, call: Call, recapture: Callable[[Call], Captured]

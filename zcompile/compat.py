@@ -591,6 +591,36 @@ def _shape_env(fake_mode: Any) -> Iterator[None]:
         fake_mode.shape_env = before
 
 
+# Memory. --------------------------------------------------------------------------------------------------------------
+
+
+def allocator_settings() -> str:
+    """What torch's allocator for GPUs was told last, by the environment or since."""
+    if torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "native":
+        settings = dict[str, Any](torch.cuda.memory._snapshot())["allocator_settings"]
+        return settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def expands_segments() -> bool:
+    """Whether what torch's allocator takes from a GPU lies in segments that grow and give pages back."""
+    return "expandable_segments:true" in allocator_settings().lower()
+
+
+def expand_segments() -> bool:
+    """Have it be so from now on; False where the user has decided otherwise.
+
+    What is free in pieces is then of use for what is larger than a piece.
+    """
+    told = allocator_settings()
+    if torch.cuda.get_allocator_backend() != "native":
+        return True  # it has no segments
+    if "expandable_segments" not in told:
+        told = ",".join(filter(None, (told, "expandable_segments:True")))  # what is not said again is forgotten
+        torch._C._accelerator_setAllocatorSettings(told)  # pyright: ignore[reportAttributeAccessIssue]
+    return expands_segments()
+
+
 # Autograd. ------------------------------------------------------------------------------------------------------------
 
 
@@ -754,8 +784,6 @@ def store_client(store: Any) -> Any:
 
 def store_host(store: Any) -> str:
     """The process that takes a TCPStore with it when it ends, in words; empty for file and in-memory stores."""
-    import os
-
     from torch.distributed import PrefixStore, TCPStore
 
     while isinstance(store, PrefixStore):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
 
+from zcompile import compat
 from zcompile.errors import OutOfMemoryError
 from zcompile.placement import choose_shard_dim
 from zcompile.program import Program, Release, Start, StepProgram, TensorType
@@ -163,7 +163,7 @@ def advice(session: Session, now: Anatomy) -> list[tuple[int, str]]:
         found.append(
             ((gathered + now.activations) // 2, 'precision="bf16": half the activations and gathered parameters')
         )
-    if now.unallocated and "expandable_segments:True" not in _allocator_options():
+    if now.unallocated and not compat.expands_segments():
         found.append(
             (now.unallocated, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: less lost between allocations")
         )
@@ -213,10 +213,6 @@ def _num_bytes(kind: TensorType) -> int:
 def _mostly_float32(shards: ParameterShards) -> bool:
     specs = shards.specs.values()
     return 2 * sum(s.num_bytes for s in specs if s.dtype is torch.float32) > sum(s.num_bytes for s in specs)
-
-
-def _allocator_options() -> str:
-    return ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
 
 
 def requested_bytes(message: str) -> int:

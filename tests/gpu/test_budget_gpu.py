@@ -32,7 +32,7 @@ WORLDS = [
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_is_allocated_keeps_the_budget(tmp_path: Path, world_size: int) -> None:
-    """Three budgets that lead to different steps, the last one near the least that there is."""
+    """Three budgets that lead to different steps, the last one near the least that there is, on devices with hardly more memory."""
     ends = run(world_size, tmp_path, DEVICE, BACKEND, "budget", limit=LIMIT)
     assert all(end.code == 0 for end in ends), "\n".join(end.output[-3000:] for end in ends)
     found = parse(ends[0])["budget"]
