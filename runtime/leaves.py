@@ -42,10 +42,6 @@ class Leaves:
     input of the steps. The engine runs it once in a backward, after all steps that lead to it. Mostly these have accumulated already
     and there is nothing to carry: the leaves just call their hooks. Else a step hands gradients over.
 
-    Leaves of a GPU run in the engine's thread for it, which takes 10 us for each, three times as long as the calling thread does
-    (``benchmarks/leaves.py``). So leaves that have nothing to do at all run in the calling thread. Hooks stay where they are: they may
-    start collectives, whose order among those of other backwards is the same on all ranks only in one thread.
-
     Args:
         parameters: by name.
         device: of the steps' nodes: the engine wakes no other thread for this one then.
@@ -53,8 +49,6 @@ class Leaves:
 
     def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self.names = tuple(parameters)
-        self._parameters = tuple(parameters.values())
-        self._device = device
         self._handed: list[weakref.ref[Handed]] = []
         self._probe = torch.zeros((), device=device, requires_grad=True)
         self._probe_node = compat.grad_accumulator(self._probe)
@@ -92,11 +86,6 @@ class Leaves:
             handed.gradients = {}
         return sums
 
-    def run_here(self) -> None:
-        """Inside the backward of the leaves: let the calling thread run them, where they have neither gradients nor hooks."""
-        if self._device.type != "cpu" and not compat.any_hooks(self._parameters):
-            torch.autograd.set_multithreading_enabled(False)  # the engine forgets it behind this node
-
 
 class Handed:
     """Gradients on their way from a step to the leaves.
@@ -126,7 +115,4 @@ class _Leaves(torch.autograd.Function):
         leaves = ctx.leaves()
         assert leaves is not None, "the nodes of steps keep them"
         given = leaves.take() if leaves._handed else None
-        if given:
-            return (None, None, None, *map(given.get, leaves.names))
-        leaves.run_here()
-        return ctx.nothing
+        return (None, None, None, *map(given.get, leaves.names)) if given else ctx.nothing

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcompile import passes
-from zcompile.budgeted import Budgeted, budget_bytes
+from zcompile.budgeted import Budgeted
 from zcompile.capture.convert import ParamType
 from zcompile.config import Config, dtype_name, names_tuple, outputs_tuple
 from zcompile.errors import ConfigError, ShardingError
@@ -182,13 +182,13 @@ def compile(
     )
     while _abandoned:
         _abandoned.pop()()
-    budget_bytes(config, _device(model))  # raises if it has no meaning there
+    budgeted = Budgeted.on(_device(model), config)
     place = Mesh.create(mesh, device=_device(model), timeout=timeout)
     chosen = _pipeline(config, pipeline, place)
     label = f"{type(model).__name__.lower()}"
     agreement = Agreement(place.store, place.rank, place.size, timeout=timeout, name=f"{label}.{next(_names)}")
     try:
-        return _take_over(model, config, chosen, place, agreement, label, init)
+        return _take_over(model, config, chosen, place, agreement, label, init, budgeted)
     except BaseException as error:
         agreement.fail(error)
         raise
@@ -274,6 +274,7 @@ def _take_over(
     agreement: Agreement,
     label: str,
     init: Callable[[nn.Module], Any] | None,
+    budgeted: Budgeted | None,
 ) -> CompiledModule:
     specs = parameter_specs(model, config, mesh.size)
     agreement.compare("the parameters", "\n".join(_describe(s) for s in specs))
@@ -315,7 +316,7 @@ def _take_over(
 
     if config.cuda_graphs is not False and config.can_replay:
         _replay_steps(runner, label, asked=config.cuda_graphs is True)
-    session = Session(model, config, pipeline, runner, param_type, label, Budgeted.on(mesh.device, config))
+    session = Session(model, config, pipeline, runner, param_type, label, budgeted)
     shards.when_out_of_memory = _explainer(session)
     return CompiledModule(model, config, session)
 

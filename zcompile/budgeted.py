@@ -118,6 +118,9 @@ class Budgeted:
 
         A budget is for tensors. Of a device that has little more, the allocator loses too much in pieces: of 40 GiB, 5 were once
         reserved and free when 1 was wanted (BENCHMARKS.md).
+
+        Raises:
+            ConfigError: a budget that has no meaning there.
         """
         budget = budget_bytes(config, device)
         if budget is None:
@@ -153,6 +156,8 @@ class Budgeted:
         self, session: Session, captured: Captured, call: Call, recapture: Callable[[Call], Captured]
     ) -> Pipeline:
         mesh = session.runner.shards.mesh
+        if mesh.device.type == "cuda":
+            torch.cuda.empty_cache()  # where the model lay before is in segments of a fixed size
         optimizers = optimizers_of(session.runner.shards)
         self._optimizer = optimizer_kind(optimizers[0] if optimizers else None)
         offers = exchange(mesh, self._offer(session, captured, call))

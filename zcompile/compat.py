@@ -28,8 +28,7 @@ TRACES_COPIES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 1
 
 # What is done for each of many tensors, in C: a replayed step asks these of every parameter.
 _data_ptr, _use_count = torch.Tensor.data_ptr, torch.Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]
-_requires_grad, _grad = map(operator.attrgetter, ("requires_grad", "grad"))
-_tensor_hooks, _accumulation_hooks = map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
+_requires_grad, _grad, _tensor_hooks = map(operator.attrgetter, ("requires_grad", "grad", "_backward_hooks"))
 
 
 # Fake tensors. --------------------------------------------------------------------------------------------------------
@@ -688,12 +687,6 @@ def tensor_hooks(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Whether ``register_hook`` was called on each tensor and the hook is still there."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(bool, map(_tensor_hooks, tensors)))
-
-
-def any_hooks(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these leaves calls a hook of its own in a backward."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return any(map(_tensor_hooks, tensors)) or any(map(_accumulation_hooks, tensors))
 
 
 def accumulation_hooks(tensor: torch.Tensor) -> bool:
