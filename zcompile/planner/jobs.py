@@ -22,7 +22,8 @@ class Job:
 
     Attributes:
         name: of its node.
-        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload`` or ``optimizer``.
+        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload``, ``accumulate`` (a window's
+            gradients) or ``optimizer``.
         phase: ``forward``, ``backward`` or ``optimizer``.
         stream: one of ``STREAMS``; jobs of a stream run in the order of the list.
         duration_us: time of the device when nothing runs beside it.
