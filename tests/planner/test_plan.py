@@ -194,6 +194,9 @@ def test_a_browser_shows_the_page_without_complaint(plan: Plan, tmp_path: Path) 
         ({"policy": "prefetcher"}, ZCompileError, "unknown pass 'prefetcher'; the known ones are .*prefetch"),
         ({"recompute": "most"}, ConfigError, "recompute is 'most'; it must be one of full, selective"),
         ({"recompute": "1GiB"}, ConfigError, "recompute is '1GiB', a budget, which compile takes"),
+        ({"gradient_accumulation_steps": 0}, ConfigError, "gradient_accumulation_steps is 0; it must be at least 1"),
+        ({"accumulate_dtype": "fp32"}, ConfigError, "accumulate_dtype is for a declared window"),
+        ({"accumulate_dtype": torch.bfloat16}, ConfigError, "accumulate_dtype is 'bf16'; it must be fp32, or None"),
     ],
 )
 def test_bad_options(options: dict[str, object], error: type[Exception], message: str) -> None:

@@ -11,7 +11,7 @@ from zcompile.offloading import Offloading
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs
 from zcompile.planner.simulate import Bounds, Timeline, simulate
-from zcompile.planner.window import Window, micro_batches
+from zcompile.planner.window import MIDDLE, Window, micro_batches
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Timed:
     @property
     def title(self) -> str:
         """For people: ``first``, ``one of 6 between``, ``last``."""
-        return f"one of {self.count} between" if self.count > 1 else self.place.replace("middle", "between")
+        if self.place != MIDDLE:
+            return self.place
+        return "one between" if self.count == 1 else f"one of {self.count} between"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,29 +45,31 @@ def memory_points(plan: Plan) -> list[Point]:
     Memory is taken and given back in the order of the computation's stream, so what happens between two regions is drawn where
     the first one ends. Of a window, each kind of micro-batch is there once, one behind the other.
     """
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    times: dict[tuple[str, str, str], deque[tuple[float, float]]] = {}
     begins: dict[str, float] = {}
     for begin, batch in plan.course.drawn():
         begins[batch.place] = begin
         for event in batch.timeline.events:
-            if event.kind in ("region", "optimizer"):
-                span = (begin + event.start_us, begin + event.end_us)
-                times.setdefault((batch.place, event.phase), []).append(span)
-    number: Counter[tuple[str, str]] = Counter()
+            if event.kind in ("region", "optimizer", "accumulate"):
+                key = (batch.place, event.phase, _work(event.kind, event.name))
+                times.setdefault(key, deque()).append((begin + event.start_us, begin + event.end_us))
     points: list[Point] = []
     now = 0.0
     for moment in plan.memory.moments:
         place, name = moment.place, moment.name
         now = max(now, begins[place])
         during, after = (tuple(by_category(parts).values()) for parts in (moment.during, moment.after))
-        if moment.kind in ("region", "optimizer"):
-            key = (place, moment.phase)
-            start, end = times[key][number[key]]
-            number[key] += 1
+        if spans := times.get((place, moment.phase, _work(moment.kind, name))):
+            start, end = spans.popleft()
             points += [Point(start, name, during, place), Point(end, name, during, place)]
             now = end
         points.append(Point(now, name, after, place))
     return points
+
+
+def _work(kind: str, name: str) -> str:
+    """What is the same for computation and for the moments in which it happens, in the same order."""
+    return kind if kind in ("region", "optimizer") else name.replace("_", " ")
 
 
 def drawn_events(plan: Plan) -> Iterator[tuple[Timed, Event]]:

@@ -174,7 +174,7 @@ def streams_svg(plan: Plan) -> str:
     for begin, batch in plan.course.drawn():
         line = batch.timeline
         backward = begin + line.forward_us
-        ends = [(begin, batch.title)] if plan.window is not None else []
+        ends = [(begin, batch.place)] if plan.window is not None else []
         ends.append((backward, "backward"))
         if line.optimizer_us:
             ends.append((backward + line.backward_us, "optimizer"))
@@ -189,9 +189,8 @@ def _begins(course: Course) -> list[tuple[float, str]]:
 
 def _drawn(course: Course) -> str:
     """Which micro-batches of a window pictures show."""
-    alike = [batch.count - 1 for batch in course.micro_batches if batch.count > 1]
-    rest = f" The {alike[0]} others run as the one between." if alike else ""
-    return f"<p>Pictures show {', '.join(batch.title for batch in course.micro_batches)}.{rest}</p>"
+    first, *between, last = (batch.title for batch in course.micro_batches)
+    return f"<p>Pictures show {', '.join([f'the {first} micro-batch', *between, f'the {last}'])}.</p>"
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -231,7 +230,8 @@ def _time_axis(end_us: float, x: Callable[[float], float], y: float) -> list[str
 def _mark(x: float, name: str, bottom: float) -> list[str]:
     """A line where something begins."""
     line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{bottom}" stroke="#000" stroke-dasharray="2 3"/>'
-    return [line, _label(x + 3, TOP - 4, name, "start")]
+    at_end = x > WIDTH - 80
+    return [line, _label(x - 3 if at_end else x + 3, TOP - 4, name, "end" if at_end else "start")]
 
 
 def _label(x: float, y: float, text: str, anchor: str) -> str:
