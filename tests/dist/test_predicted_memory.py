@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import zcompile
 from tests.dist.models import CASES, net, rows
 from tests.dist.pool import Pools
 from tests.dist.training import adamw, this_rank, train, world_size
+from zcompile.planner.budget import tensor_bytes
 from zcompile.planner.memory import Setup
 from zcompile.planner.trace import trace
 from zcompile.planner.walk import predict
+from zcompile.runtime.accumulation import Accumulation
 
 pytestmark = pytest.mark.dist
 
@@ -93,23 +96,57 @@ def test_padded_tied_frozen_unused_and_replicated_parameters(ranks: Pools, stage
     ranks(3, predicted_net, stage=stage)
 
 
-def predicted_window(stage: int, steps: int, options: dict[str, Any]) -> None:
-    """Weights that stay over a window, and gradients that stay on their rank until it ends."""
+def added_locally(accumulation: Accumulation) -> list[int]:
+    """For each backward to come that keeps gradients on its rank, the bytes of sums and of its own when it has added the last."""
+    found: list[int] = []
+    own: dict[str, weakref.ref[torch.Tensor]] = {}
+    plain = accumulation.add_local
+
+    def add_local(name: str, value: torch.Tensor) -> None:
+        if name in own or not found:
+            own.clear()
+            found.append(0)
+        own[name] = weakref.ref(value)
+        plain(name, value)
+        found[-1] = accumulation.num_bytes + sum(known.nbytes for each in own.values() if (known := each()) is not None)
+
+    accumulation.add_local = add_local  # type: ignore[method-assign]
+    return found
+
+
+def predicted_window(stage: int, steps: int, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+    """Weights that stay over a window, gradients that are added up until it ends, and the same of the plain model alone."""
     case = CASES["deep"]
-    model = zcompile.compile(
-        case.build(), stage=stage, backend="eager", verify="fast", gradient_accumulation_steps=steps, **options
-    )
+    given = {"stage": stage, "backend": "eager", "verify": "fast", "gradient_accumulation_steps": steps, **options}
+    model = zcompile.compile(case.build().to(dtype), **given)
     optimizer = adamw(model)
+    added = added_locally(model._session.runner.executor.accumulation)
     for step in range(2 * steps):
         case.loss(model(**case.data(step, this_rank()))).backward()
         if step == steps - 2:
             held = model._session.runner.executor.accumulation.num_bytes
             moments = model.report(optimizer).predicted.moments
-            assert max(m.after.get("local gradients", 0) for m in moments if m.name != "add local gradients") == held
+            sums = [sum(m.after.get(name, 0) for name in ("local gradients", "gradient sums")) for m in moments]
+            assert max(sums) == held == sums[[m.place for m in moments].index("last")]
         if step % steps == steps - 1 and step < 2 * steps - 1:
             optimizer.step()
             optimizer.zero_grad()
     same_as_measured(model, optimizer)
+    predicted = model.report(optimizer).predicted
+    at_end = [m.after for m in predicted.moments if m.name == "add local gradients"]
+    assert [after["local gradients"] + after["reduction buckets"] for after in at_end] == added[: len(at_end)]
+    if this_rank() > 0:
+        return
+    with torch.device("meta"):
+        plain = case.build().to(dtype)
+    planned = zcompile.plan(
+        plain, case.data(0, 0), world_size=world_size(), hardware="cpu-2core", advise=False, **given
+    ).memory
+    assert planned.peak.place == predicted.peak.place and planned.peak.name == predicted.peak.name
+    assert tensor_bytes(planned) == tensor_bytes(predicted)
+    assert planned.to_dict()["peak_by_category"] | {"reserve": 0} == predicted.to_dict()["peak_by_category"] | {
+        "reserve": 0
+    }
 
 
 @pytest.mark.parametrize(
@@ -127,6 +164,12 @@ def predicted_window(stage: int, steps: int, options: dict[str, Any]) -> None:
 )
 def test_weights_that_stay_over_a_window(ranks: Pools, stage: int, steps: int, options: dict[str, Any]) -> None:
     ranks(2, predicted_window, stage=stage, steps=steps, options=options)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sums_that_are_wider_than_gradients(ranks: Pools, stage: int) -> None:
+    options = {"accumulate_dtype": "fp32"}
+    ranks(2, predicted_window, stage=stage, steps=3, options=options, dtype=torch.bfloat16)
 
 
 def gathered_in_chunks() -> None:
