@@ -149,6 +149,18 @@ def test_gradients_are_added_up_in_time(stage: int, there: str) -> None:
     assert not any(e.kind == "accumulate" for e in make(stage=stage).timeline.events)
 
 
+def test_gradients_on_the_host_are_added_up_by_the_processors() -> None:
+    found = make(3, stage=3, offload="parameters")
+    for batch in found.course.micro_batches:
+        line = batch.timeline
+        added = [e for e in line.events if e.kind == "accumulate"]
+        assert [e.stream for e in added] == ["cpu"] * (batch.place != "first")
+        assert all(
+            e.start_us >= max(o.end_us for o in line.events if o.phase != "optimizer" and o is not e) for e in added
+        )
+        assert all(e.end_us - e.start_us == pytest.approx(e.bytes / machine().host_bytes_per_s * 1e6) for e in added)
+
+
 def test_sums_that_are_wider_than_gradients_take_memory() -> None:
     """Beside ``.grad`` where shards are added up, in the place of full gradients where they wait."""
     options: dict[str, Any] = {"dtype": torch.bfloat16}

@@ -296,7 +296,10 @@ class _Walk:
                     wide = window.sum_dtype(dtype)
                     if self.batch.adds or wide != dtype:
                         moved.append(num_bytes(node) + reads * meta.tensor(node).numel() * wide.itemsize)
-            if moved:
+            if moved and self.parameters_on_host:
+                us = sum(moved) / self.costs.hardware.host_bytes_per_s * 1e6
+                self.issuer.process("accumulate_gradients", "accumulate", us, (*needs, *self.issuer.last), sum(moved))
+            elif moved:
                 self._accumulate("accumulate_gradients", [sum(moved)], needs)
 
     def _full(self, node: fx.Node) -> list[_Full]:

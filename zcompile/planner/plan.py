@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zcompile.capture.surroundings import collector_paused
 from zcompile.capture.tree import flatten
 from zcompile.ir.graph import Step
 from zcompile.planner import states
@@ -178,8 +179,9 @@ def make(
     setup = Setup.on(hardware, traced.world_size, optimizer=optimizer, fused=fused, offloading=offloading)
     batch, tokens = batch_of(example_inputs)
     symbols = size_symbols(batch, tokens // batch if batch else 0, traced.specs)
-    memory = predict(traced.step, traced.specs, replace(setup, symbols=symbols, window=window))
-    course = simulate_course(traced.step, window, hardware, traced.world_size, offloading=offloading, costs=costs)
+    with collector_paused():
+        memory = predict(traced.step, traced.specs, replace(setup, symbols=symbols, window=window))
+        course = simulate_course(traced.step, window, hardware, traced.world_size, offloading=offloading, costs=costs)
     return Plan(name, traced, hardware, memory, course, batch, tokens, (*notes, *_padding_notes(traced)))
 
 
