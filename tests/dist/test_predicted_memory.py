@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +172,59 @@ def test_weights_that_stay_over_a_window(ranks: Pools, stage: int, steps: int, o
 def test_sums_that_are_wider_than_gradients(ranks: Pools, stage: int) -> None:
     options = {"accumulate_dtype": "fp32"}
     ranks(2, predicted_window, stage=stage, steps=3, options=options, dtype=torch.bfloat16)
+
+
+def resident_over_a_window(stage: int, steps: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """The most memory of the process in each backward, beside what is there between windows."""
+    size, slack = 2048, 12
+    ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    layers = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(6))).to(dtype)
+    model = zcompile.compile(layers, stage=stage, backend="eager", gradient_accumulation_steps=steps, **options)
+    optimizer = zcompile.optim.AdamW(model.parameters())
+    x = torch.randn(8, size, dtype=dtype)
+    measured: list[int] = []
+    for window in range(3):
+        before = _resident("VmRSS")
+        for _ in range(steps):
+            loss = model(x).sum()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            loss.backward()
+            measured.append(_resident("VmHWM") - before)
+        optimizer.step()
+        optimizer.zero_grad()
+        if window < 2:
+            measured.clear()
+    moments = model.report(optimizer).predicted.moments
+    places = ["first", *["middle"] * (steps - 2), "last"]
+    for place, found in zip(places, measured, strict=True):
+        most = max(m.num_bytes for m in moments if m.place == place and m.phase == "backward")
+        predicted = most - sum(moments[-1].after.values()) >> 20
+        assert found <= predicted + slack, (place, found, predicted)
+        assert found >= predicted - slack or place == "last", (place, found, predicted)  # gloo needs less than it may
+
+
+def _resident(name: str) -> int:
+    """MiB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) >> 10
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel tells no peaks")
+@pytest.mark.parametrize(
+    ("stage", "steps", "options", "dtype"),
+    [
+        (0, 2, {}, torch.float32),
+        (1, 2, {}, torch.float32),
+        (1, 3, {"precision": "bf16"}, torch.float32),
+        (2, 3, {}, torch.float32),
+        (3, 3, {"accumulate_dtype": "fp32"}, torch.bfloat16),
+    ],
+)
+def test_the_peak_of_each_backward_of_a_window(
+    ranks: Pools, stage: int, steps: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    ranks(2, resident_over_a_window, stage=stage, steps=steps, options=options, dtype=dtype)
 
 
 def gathered_in_chunks() -> None:
