@@ -35,7 +35,7 @@ def measure(name: str) -> dict[str, object]:
         "load": round(os.getloadavg()[0], 1),
         "largest_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "peak_gib": round(plan.memory.peak_bytes / 2**30, 2),
-        "step_ms": round(plan.timeline.step_us / 1000, 1),
+        "step_ms": round(plan.step_us / 1000, 1),
         "fits": plan.fits,
     }
 

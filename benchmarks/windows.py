@@ -30,6 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.llama import SIZES
 from benchmarks.measure import GIB, Clock, Here
 from benchmarks.systems import SYSTEMS, Options, Trainee, batch
+from zcompile.ir.graph import Step
+from zcompile.planner.course import simulate_course
+from zcompile.planner.hosted import hardware_here
 
 WARMUP = 3
 HOLDS = {
@@ -41,6 +44,7 @@ HOLDS = {
 COLUMNS = (
     ("system", 26),
     ("window_ms", 10),
+    ("predicted_ms", 13),
     ("micro_batch_ms", 15),
     ("gathered", 9),
     ("peak_gib", 9),
@@ -80,6 +84,14 @@ def counted(trainee: Trainee, run: Callable[[], None]) -> int:
     return found
 
 
+def predicted_us(trainee: Trainee, options: Options) -> float:
+    """What planning says about a window of the graphs that run."""
+    session: Any = trainee.model._session
+    graphs = session.latest.graphs
+    step, machine = Step(graphs.forward, graphs.backward), hardware_here(options.device)
+    return simulate_course(step, session.setup().window, machine, options.world_size, cuda_graphs=False).step_us
+
+
 def measure(
     name: str, make: Callable[[Options], Trainee], options: Options, micro_batches: int, steps: int
 ) -> dict[str, Any]:
@@ -107,6 +119,7 @@ def measure(
         row["gathered"] = counted(trainee, run)
         predicted = trainee.model.report(trainee.optimizer).predicted  # type: ignore[operator]
         row["predicted_gib"] = round(predicted.peak_bytes / GIB, 2)
+        row["predicted_ms"] = round(predicted_us(trainee, options) / 1000, 2)
     if trainee.close is not None:
         trainee.close()
     return row

@@ -21,13 +21,18 @@ _known: dict[Any, Captured] = {}
 
 
 @contextlib.contextmanager
-def shared_captures() -> Iterator[None]:
-    """Inside, a model is captured once in this process for all of its equals: the same classes, attributes, sizes and call."""
-    original, session.capture = session.capture, _captured
+def shared_captures(where: ModuleType = session) -> Iterator[None]:
+    """Inside, a model is captured once in this process for all of its equals: the same classes, attributes, sizes and call.
+
+    Args:
+        where: the module that captures: that of compiled models, or that of plans.
+    """
+    original = where.capture
+    where.capture = _captured  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        session.capture = original
+        where.capture = original  # type: ignore[attr-defined]
 
 
 def _captured(

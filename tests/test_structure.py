@@ -69,6 +69,7 @@ TOP = frozenset(
         "module",
         "modules",
         "optim",
+        "planning",
         "profiling",
         "progress",
         "out_of_memory",

@@ -1,7 +1,7 @@
 """zcompile: a compiler for ZeRO data-parallel training on PyTorch."""
 
 from zcompile import errors
-from zcompile.api import compile, plan
+from zcompile.api import compile
 from zcompile.checkpoint import Loaded, load_checkpoint, save_checkpoint
 from zcompile.engine import Engine
 from zcompile.errors import ZCompileError
@@ -9,6 +9,7 @@ from zcompile.export import export_safetensors
 from zcompile.launch import initialize
 from zcompile.module import CompiledModule, unwrap
 from zcompile.planner.plan import Plan
+from zcompile.planning import plan
 from zcompile.profiling.profile import Profile
 from zcompile.runtime import optimizer as optim
 from zcompile.runtime.scaler import GradScaler

@@ -6,9 +6,8 @@ import dataclasses
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +25,7 @@ from zcompile.out_of_memory import explain
 from zcompile.parameters import compute_dtype, parameter_specs
 from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec
-from zcompile.planner.hardware import Hardware
-from zcompile.planner.hardware import hardware as find_hardware
 from zcompile.planner.hosted import step_here
-from zcompile.planner.plan import Plan
-from zcompile.planner.request import Request
-from zcompile.profiling.profile import Profile
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.adopt import adopt, install, sync_buffers
 from zcompile.runtime.buffers import Buffers
@@ -192,78 +186,6 @@ def compile(
     except BaseException as error:
         agreement.fail(error)
         raise
-
-
-def plan(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    world_size: int,
-    stage: int | None = None,
-    precision: str | torch.dtype | None = None,
-    hardware: str | Path | Hardware = "h200",
-    policy: str | None = None,
-    recompute: str | None = None,
-    loss_chunk: str | None = None,
-    offload: str | Sequence[str] | None = None,
-    memory_budget: str | float | None = None,
-    optimizer: str = "adamw",
-    backend: str = "inductor",
-    reduce_dtype: str | torch.dtype | None = None,
-    ignore: str | Iterable[str] = (),
-    keep_fp32: str | Iterable[str] = (),
-    differentiable: Sequence[str | int] | None = None,
-    verify: str = "fast",
-    advise: bool = True,
-    measured: Profile | Mapping[str, float] | None = None,
-) -> Plan:
-    """What training a model would take on each of ``world_size`` ranks: memory at every moment, time, what limits it.
-
-    From the graphs that ``compile`` would run, captured on fake CPU tensors: no GPU, no process group, and no memory for a model
-    that was built on ``meta``. ``print`` shows the plan; ``to_html``, ``to_json`` and ``to_trace`` write it.
-
-    Args:
-        model: a plain module, on any device; it is not changed.
-        example_inputs: one rank's micro-batch: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. Only
-            shapes and dtypes count: tensors may be on ``meta``.
-        world_size: ranks.
-        stage: as in ``compile``, as are ``precision``, ``policy``, ``recompute``, ``loss_chunk``, ``offload``, ``backend``,
-            ``reduce_dtype``, ``ignore``, ``keep_fp32``, ``differentiable`` and ``verify``. None: 3, or what a budget comes to.
-        memory_budget: as in ``compile``, or a share of the machine's device; ``stage`` is chosen too, and parameters may go to the
-            host. ``plan.decision`` holds the combinations that were planned. There is no further advice then.
-        hardware: the machine: a known name, the path of a JSON file, or a description.
-        optimizer: ``adamw``, ``adam``, ``lion``, ``momentum`` (SGD with it) or ``sgd``.
-        advise: also plan changes that could make it fit or go faster; at most about 20 seconds more.
-        measured: what ``model.profile()`` measured, or its ``region_times()``: device times of regions instead of computed ones.
-            Regions that it does not have are computed and scaled as the others turned out.
-
-    Raises:
-        ConfigError: options that have no meaning.
-        PlanError: hardware, an optimizer or a size that is unknown or has no meaning.
-        BudgetError: nothing keeps ``memory_budget``; says what would fit.
-        CaptureError: the model cannot be captured.
-    """
-    check_modules(model)
-    config = Config.choosing(
-        memory_budget,
-        stage=stage,
-        policy=policy,
-        recompute=recompute,
-        loss_chunk=loss_chunk,
-        offload=offload,
-        precision=dtype_name(precision),
-        reduce_dtype=dtype_name(reduce_dtype),
-        backend=backend,
-        ignore=names_tuple("ignore", ignore),
-        keep_fp32=names_tuple("keep_fp32", keep_fp32),
-        differentiable=outputs_tuple(differentiable),
-        verify=verify,
-    )
-    if config.recompute is not None and config.recompute_mode is None:
-        raise ConfigError(f"recompute is {recompute!r}, a budget, which compile takes; plan 'full' or 'selective'")
-    times = measured.region_times() if isinstance(measured, Profile) else measured
-    request = Request(type(model).__name__, model, example_inputs, find_hardware(hardware), optimizer, measured=times)
-    return request.plan(config, world_size, advise=advise)
 
 
 def _take_over(

@@ -213,13 +213,10 @@ class Budgeted:
     def _offer(self, session: Session, captured: Captured, call: Call) -> Offer:
         shards = session.runner.shards
         optimizers = optimizers_of(shards)
-        config, specs = self._asked, shards.specs.values()
+        config = self._asked
         beside = library_bytes(session.setup()) + _others(session, call.tensors)
         if session.runner.tapes is not None and config.cuda_graphs:
             beside += replay_bytes(session, self.budget_bytes)
-        if config.gradient_accumulation_steps > 1:
-            narrow = [s for s in specs if s.requires_grad and config.wide_dtype not in (None, s.dtype)]
-            beside += sum(4 * s.padded_local_numel for s in narrow)
         memory = shards.hosting.memory
         return Offer(
             work=float(sum(meta.num_bytes(meta.value(node)) for node in captured.graph.fx.nodes)),

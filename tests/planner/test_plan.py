@@ -194,6 +194,9 @@ def test_a_browser_shows_the_page_without_complaint(plan: Plan, tmp_path: Path) 
         ({"policy": "prefetcher"}, ZCompileError, "unknown pass 'prefetcher'; the known ones are .*prefetch"),
         ({"recompute": "most"}, ConfigError, "recompute is 'most'; it must be one of full, selective"),
         ({"recompute": "1GiB"}, ConfigError, "recompute is '1GiB', a budget, which compile takes"),
+        ({"gradient_accumulation_steps": 0}, ConfigError, "gradient_accumulation_steps is 0; it must be at least 1"),
+        ({"accumulate_dtype": "fp32"}, ConfigError, "accumulate_dtype is for a declared window"),
+        ({"accumulate_dtype": torch.bfloat16}, ConfigError, "accumulate_dtype is 'bf16'; it must be fp32, or None"),
     ],
 )
 def test_bad_options(options: dict[str, object], error: type[Exception], message: str) -> None:
@@ -246,7 +249,10 @@ def test_the_command_refuses_unknown_models(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(("stage", "there"), [(0, False), (1, False), (2, True), (3, True)])
 @pytest.mark.parametrize("hold", ["hold,", "hold{units=0 first=0},"])
 def test_gradients_over_a_window(stage: int, there: bool, hold: str) -> None:
-    """Stages 0 and 1 have full ones until the last backward makes shards of them; the others add to shards. More than a model keeps."""
+    """Stages 0 and 1 have full ones until the last backward makes shards of them; the others add to shards. More than a model keeps.
+
+    While they are added up, a backward has its own beside them.
+    """
     with torch.device("meta"):
         model, x = (
             torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(3))),
@@ -260,8 +266,40 @@ def test_gradients_over_a_window(stage: int, there: bool, hold: str) -> None:
     memory = predict(traced.step, traced.specs, setup)
     full = 3 * 8192 * 8192 * 4
     shards = full if stage == 0 else full // 2
-    last = len(memory.moments) - 1 - [m.phase for m in reversed(memory.moments)].index("forward")
-    before, after = memory.moments[:last], memory.moments[-1].after
-    assert all(m.after.get("gradient shards", 0) == shards * there for m in before)
-    assert all(m.after.get("local gradients", 0) >= full * (not there) for m in before)
-    assert after["gradient shards"] == memory.gradient_bytes == shards and not after.get("local gradients")
+    of = {place: [m for m in memory.moments if m.place == place] for place in ("first", "middle", "last")}
+    assert memory.moments == (*of["first"], *of["middle"], *of["last"])
+    names = ("gradient shards", "local gradients")
+    found = {
+        (place, m.phase, *(m.after.get(name, 0) for name in names))
+        for place in of
+        for m in of[place]
+        if m.phase == "forward" or m.name == "end of backward" or m.phase == "optimizer"
+    }
+    sums = (shards, 0) if there else (0, full)
+    assert found == {
+        ("first", "forward", 0, 0),
+        ("first", "backward", *sums),
+        ("middle", "forward", *sums),
+        ("middle", "backward", *sums),
+        ("last", "forward", *sums),
+        ("last", "backward", shards, 0),
+        ("last", "optimizer", shards, 0),
+    }
+    assert memory.gradient_bytes == shards
+    at_end = {place: [m for m in of[place] if "gradients" in m.name and m.kind == "end"] for place in of}
+    if there:
+        assert [m.name for found in at_end.values() for m in found] == 3 * ["accumulate gradients"]
+        buckets = [found[0].after.get("reduction buckets", 0) for found in at_end.values()]
+        assert buckets == [0, shards, shards], "the first reduces right into .grad"
+    else:
+        added = [m for m in memory.moments if m.name == "add local gradients"]
+        assert [m.place for m in added] == ["first", "middle"]
+        own = [
+            m.after["reduction buckets"] + m.after["between regions"] for m in added
+        ]  # one is handed from region to region
+        assert own == [m.after["local gradients"] for m in added] == [full, full]
+        assert not any(
+            m.kind in ("collective", "wait") for m in memory.moments if m.place == "middle" and m.phase == "backward"
+        )
+    takes = [m.after.get("local gradients", 0) for m in of["last"] if m.phase == "backward"]
+    assert takes == sorted(takes, reverse=True), "they go as they are reduced"

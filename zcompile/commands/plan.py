@@ -48,6 +48,18 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--hardware", default="h200", help=f"{', '.join(known_hardware())}, or a JSON file (default: h200)"
     )
+    parser.add_argument(
+        "--gradient-accumulation-steps",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches to an update: plan the window of them (default: 1)",
+    )
+    parser.add_argument(
+        "--accumulate-dtype",
+        metavar="DTYPE",
+        help="fp32 adds gradients up in it over a window (default: their own dtype)",
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--no-advice", action="store_true", help="do not plan changes")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
@@ -109,6 +121,8 @@ def run(options: argparse.Namespace) -> int:
         recompute=options.recompute,
         loss_chunk=options.loss_chunk,
         offload=options.offload,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        accumulate_dtype=dtype_name(options.accumulate_dtype),
         precision=dtype_name(options.precision),
         verify="fast",
     )

@@ -60,9 +60,7 @@ def advise(plan: Plan, replan: Replan, *, capture_s: float) -> Plan:
         options = {k: v for k, v in options.items() if k != "example_inputs"}
         if captures:
             options["micro_batch"] = other.batch
-        tried.append(
-            Advice(change, options, other.memory.peak_bytes, other.timeline.step_us, other.rows_per_s, other.fits)
-        )
+        tried.append(Advice(change, options, other.memory.peak_bytes, other.step_us, other.rows_per_s, other.fits))
     notes = plan.notes
     if skipped:
         notes = (*notes, f"not planned, for want of time: {', '.join(skipped)}")

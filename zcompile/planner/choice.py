@@ -118,8 +118,9 @@ class Candidate:
         return asdict(self)
 
 
-#: over the columns of ``Candidate.row``
-HEAD = f"{'peak':>12}{'step ms':>10}{'fits':>6}  with"
+def head(micro_batches: int) -> str:
+    """What is over the columns of ``Candidate.row``."""
+    return f"{'peak':>12}{'step ms' if micro_batches == 1 else 'ms each':>10}{'fits':>6}  with"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Decision:
         chosen: the fastest combination that fits.
         tried: every combination that was planned, ``chosen`` among them.
         notes: options that save nothing, and options that could not be chosen.
+        micro_batches: in a step; times are those of one on average, with its share of the update.
     """
 
     budget_bytes: int
@@ -139,6 +141,7 @@ class Decision:
     chosen: Candidate
     tried: tuple[Candidate, ...]
     notes: tuple[str, ...] = ()
+    micro_batches: int = 1
 
     @property
     def shown(self) -> list[Candidate]:
@@ -153,6 +156,7 @@ class Decision:
             "chosen": self.chosen.to_dict(),
             "tried": [candidate.to_dict() for candidate in self.tried],
             "notes": list(self.notes),
+            "micro_batches": self.micro_batches,
         }
 
     def __str__(self) -> str:
@@ -160,8 +164,13 @@ class Decision:
         return "\n".join(
             [
                 f"memory_budget of {size(self.budget_bytes)}{beside}: {self.chosen.choice}",
-                HEAD,
+                head(self.micro_batches),
                 *(c.row() + "  <- chosen" * (c is self.chosen) for c in self.shown),
+                *(
+                    [f"ms each: of one of {self.micro_batches} micro-batches, with its share of the update"]
+                    if self.micro_batches > 1
+                    else []
+                ),
                 *(f"note: {note}" for note in self.notes),
             ]
         )

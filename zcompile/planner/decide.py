@@ -64,7 +64,8 @@ def decide(variants: Variants, space: Space, elsewhere: Elsewhere | None = None)
         raise refusal(search, variants, elsewhere or Elsewhere())
     limits = variants.limits
     notes = (*space.notes, *search.useless.values(), *_given_for_nothing(chosen, space))
-    return Decision(limits.budget_bytes, limits.beside_bytes, chosen, tuple(search.planned), notes)
+    micro_batches = variants.config.gradient_accumulation_steps
+    return Decision(limits.budget_bytes, limits.beside_bytes, chosen, tuple(search.planned), notes, micro_batches)
 
 
 class _Search:
@@ -265,6 +266,7 @@ def refusal(search: _Search, variants: Variants, elsewhere: Elsewhere) -> Budget
     nearest = sorted(best_of_kinds(planned), key=lambda c: c.peak_bytes)
     least = nearest[0]
     changes: list[str] = []
+    timed = "step" if variants.config.gradient_accumulation_steps == 1 else "a micro-batch"
 
     def tell(what: str, other: Variants, choice: Choice, world_size: int | None = None) -> bool:
         try:
@@ -272,7 +274,7 @@ def refusal(search: _Search, variants: Variants, elsewhere: Elsewhere) -> Budget
         except CANNOT:
             return False
         if found.fits:
-            changes.append(f"{what}: peak {size(found.peak_bytes)}, step {found.step_us / 1000:.2f} ms")
+            changes.append(f"{what}: peak {size(found.peak_bytes)}, {timed} {found.step_us / 1000:.2f} ms")
         return found.fits
 
     if least.choice.loss_chunk in ("none", "auto"):

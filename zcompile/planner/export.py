@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zcompile.planner.memory import CATEGORIES, by_category
 
 if TYPE_CHECKING:
+    from zcompile.planner.course import Timed
     from zcompile.planner.plan import Plan
+    from zcompile.planner.simulate import Event
+
+#: of a timeline, what adds up over micro-batches
+_TIMES = ("forward_us", "backward_us", "optimizer_us", "exposed_us")
 
 
 class Point(NamedTuple):
     """Memory at one time.
 
     Attributes:
-        time_us: from the start of the step.
+        time_us: from the start of the step; in a window, as pictures show it.
         name: what runs.
         categories: bytes by category, in the order of ``CATEGORIES``.
+        place: of its micro-batch in a window.
     """
 
     time_us: float
     name: str
     categories: tuple[int, ...]
+    place: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -36,29 +43,45 @@ def memory_points(plan: Plan) -> list[Point]:
     """Memory over time: moments of the schedule at the times of the simulated computation, in the order in which memory changes.
 
     Memory is taken and given back in the order of the computation's stream, so what happens between two regions is drawn where
-    the first one ends.
+    the first one ends. Of a window, each kind of micro-batch is there once, one behind the other.
     """
-    times: dict[str, list[tuple[float, float]]] = {}
-    for event in plan.timeline.events:
-        if event.kind in ("region", "optimizer"):
-            times.setdefault(event.phase, []).append((event.start_us, event.end_us))
-    number: Counter[str] = Counter()
+    times: dict[tuple[str, str, str], deque[tuple[float, float]]] = {}
+    begins: dict[str, float] = {}
+    for begin, batch in plan.course.drawn():
+        begins[batch.place] = begin
+        for event in batch.timeline.events:
+            if event.kind in ("region", "optimizer", "accumulate"):
+                key = (batch.place, event.phase, _work(event.kind, event.name))
+                times.setdefault(key, deque()).append((begin + event.start_us, begin + event.end_us))
     points: list[Point] = []
     now = 0.0
     for moment in plan.memory.moments:
+        place, name = moment.place, moment.name
+        now = max(now, begins[place])
         during, after = (tuple(by_category(parts).values()) for parts in (moment.during, moment.after))
-        if moment.kind in ("region", "optimizer"):
-            start, end = times[moment.phase][number[moment.phase]]
-            number[moment.phase] += 1
-            points += [Point(start, moment.name, during), Point(end, moment.name, during)]
+        if spans := times.get((place, moment.phase, _work(moment.kind, name))):
+            start, end = spans.popleft()
+            points += [Point(start, name, during, place), Point(end, name, during, place)]
             now = end
-        points.append(Point(now, moment.name, after))
+        points.append(Point(now, name, after, place))
     return points
+
+
+def _work(kind: str, name: str) -> str:
+    """What is the same for computation and for the moments in which it happens, in the same order."""
+    return kind if kind in ("region", "optimizer") else name.replace("_", " ")
+
+
+def drawn_events(plan: Plan) -> Iterator[tuple[Timed, Event]]:
+    """The events of each kind of micro-batch at the times of ``memory_points``."""
+    for begin, batch in plan.course.drawn():
+        for event in batch.timeline.events:
+            yield batch, replace(event, start_us=begin + event.start_us, end_us=begin + event.end_us)
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """Everything of a plan but its graphs, in types that JSON has."""
-    config, time = plan.traced.config, plan.timeline
+    config, course = plan.traced.config, plan.course
     return {
         "model": plan.model,
         "parameters": plan.num_params,
@@ -70,24 +93,38 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "pipeline": str(plan.traced.pipeline),
         "micro_batch": plan.batch,
         "tokens": plan.tokens,
+        "gradient_accumulation_steps": course.num_micro_batches,
         "fits": plan.fits,
         "device_bytes": plan.device_bytes,
         "memory": plan.memory.to_dict(),
         "memory_over_time": [
-            {"us": round(p.time_us, 3), "name": p.name, **dict(zip(CATEGORIES, p.categories, strict=True))}
+            {
+                "us": round(p.time_us, 3),
+                "name": p.name,
+                "micro_batch": p.place,
+                **dict(zip(CATEGORIES, p.categories, strict=True)),
+            }
             for p in memory_points(plan)
         ],
         "time": {
-            "step_us": time.step_us,
-            "forward_us": time.forward_us,
-            "backward_us": time.backward_us,
-            "optimizer_us": time.optimizer_us,
-            "exposed_us": time.exposed_us,
-            "bounds": asdict(time.bounds),
-            "gap": time.gap,
+            "step_us": course.step_us,
+            **{name: course.total(lambda line, name=name: getattr(line, name)) for name in _TIMES},
+            "bounds": asdict(course.bounds),
+            "gap": course.gap,
             "rows_per_s": plan.rows_per_s,
         },
-        "events": [asdict(event) for event in time.events],
+        "micro_batches": [
+            {
+                "place": batch.place,
+                "count": batch.count,
+                "drawn_at_us": begin,
+                "step_us": batch.timeline.step_us,
+                **{name: getattr(batch.timeline, name) for name in _TIMES},
+                "bounds": asdict(batch.timeline.bounds),
+            }
+            for begin, batch in course.drawn()
+        ],
+        "events": [{**asdict(event), "micro_batch": batch.place} for batch, event in drawn_events(plan)],
         "notes": list(plan.notes),
         "advice": [_advice(a) for a in plan.advice],
         "tried": [_advice(a) for a in plan.tried],
@@ -121,17 +158,30 @@ class Slice(NamedTuple):
 
 def trace_events(plan: Plan) -> dict[str, Any]:
     """A plan as ``chrome_trace``: one row a stream, memory by category as counters (MiB)."""
-    slices = (
+    slices = [
         Slice(
             e.name,
             e.stream,
             e.kind,
             e.start_us,
             e.end_us,
-            {"phase": e.phase, "bytes": e.bytes, "slack_us": e.slack_us},
+            {"phase": e.phase, "bytes": e.bytes, "slack_us": e.slack_us}
+            | ({"micro_batch": batch.place} if batch.place else {}),
         )
-        for e in plan.timeline.events
-    )
+        for batch, e in drawn_events(plan)
+    ]
+    if plan.window is not None:
+        slices += [
+            Slice(
+                batch.title,
+                "micro-batches",
+                "micro-batch",
+                begin,
+                begin + batch.timeline.step_us,
+                {"count": batch.count},
+            )
+            for begin, batch in plan.course.drawn()
+        ]
     memory = (
         (point.time_us, {name: num_bytes / 2**20 for name, num_bytes in zip(CATEGORIES, point.categories, strict=True)})
         for point in memory_points(plan)

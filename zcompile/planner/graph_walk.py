@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from zcompile.planner.walk import StepWalk
 
 
+#: for each storage that ends: the arguments that live in it, and its bytes
+Dying = tuple[tuple[tuple[int, ...], int], ...]
+
+
 class GraphWalk:
     """The walk over one graph: the executor's, slot by slot."""
 
@@ -37,9 +41,8 @@ class GraphWalk:
         self.gathered: dict[int, tuple[TensorType, str]] = {}
         self.params: dict[int, str] = {}
         self.pending: dict[int, list[Storage]] = {}
+        self.staying: set[int] = set()  # reductions that do not run
         self.leaving: dict[int, list[int]] = {}  # gradients that go to the host when they are reduced
-        self.regions: dict[str, RegionMemory] = {}
-        self.peaks: dict[tuple[str, tuple[tuple[tuple[int, ...], int], ...]], int] = {}
         self.parts = self._parts()
 
     def run(self) -> None:
@@ -47,10 +50,14 @@ class GraphWalk:
         for ins in self.program.instructions:
             if isinstance(ins, Call):
                 self._call(ins)
+            elif isinstance(ins, Start) and ins.op != "all_gather" and not self.walk.batch.reduces:
+                self._stay(ins)
             elif isinstance(ins, Start):
                 self._start(ins)
             elif isinstance(ins, Transfer):
                 self._transfer(ins)
+            elif isinstance(ins, Wait) and ins.ticket in self.staying:
+                self._free(ins.frees)
             elif isinstance(ins, Wait):
                 for storage in self.pending.pop(ins.ticket, ()):
                     self.walk.drop(storage)
@@ -121,14 +128,16 @@ class GraphWalk:
             self.slots[slot] = ()
 
     def _call(self, ins: Call) -> None:
-        if ins.body not in self.regions:
-            self.regions[ins.body] = RegionMemory(self.graph.regions[ins.body], fused=self.walk.setup.fused)
-        region = self.regions[ins.body]
+        regions, peaks = self.walk.regions, self.walk.peaks  # all micro-batches run the same ones
+        name = (self.phase, ins.body)
+        if name not in regions:
+            regions[name] = RegionMemory(self.graph.regions[ins.body], fused=self.walk.setup.fused)
+        region = regions[name]
         dying = self._dying(ins)
-        key = (ins.body, dying)
-        if key not in self.peaks:
-            self.peaks[key] = region.extra(dying)
-        during = {**self._now(), "region workspace": self.peaks[key]}
+        key = (*name, dying)
+        if key not in peaks:
+            peaks[key] = region.extra(dying)
+        during = {**self._now(), "region workspace": peaks[key]}
         owned: dict[int, Storage] = {}
         results: list[tuple[int, Value]] = []
         for slot, (own, shared) in zip(ins.outputs, region.storages.results, strict=True):
@@ -155,7 +164,7 @@ class GraphWalk:
         shown = ", ".join(units[:3]) + (", ..." if len(units) > 3 else "")
         return f"{ins.body} ({shown})" if units else ins.body
 
-    def _dying(self, ins: Call) -> tuple[tuple[tuple[int, ...], int], ...]:
+    def _dying(self, ins: Call) -> Dying:
         """For each storage that only freed slots hold: the arguments that live in it, and its bytes."""
         freed = Counter(storage for slot in ins.frees for storage in self.slots[slot])
         found = []
@@ -190,14 +199,35 @@ class GraphWalk:
                 walk.pool.take(kind, spec.name)
         else:
             for name, slot, kind in zip(ins.grads, ins.outputs, ins.types, strict=True):
-                apart = walk.parameters_on_host or walk.adds_shards
-                if not walk.reduces:  # it stays on its rank, and is counted there
-                    self._set(slot, ())
-                elif name and walk.specs[name].dtype == kind.dtype and not apart:
+                apart = walk.parameters_on_host or (bool(name) and walk.batch.adds_shards(walk.specs[name]))
+                if name in walk.sums:
+                    held.append(self._take_local(name, kind))
+                if name and walk.specs[name].dtype == kind.dtype and not apart:
                     walk.touch([name])
                 else:
                     self._set(slot, (Storage("reduction buckets", type_bytes(kind)),))
         walk.record(self.phase, "collective", ins.label, {})
+
+    def _stay(self, ins: Start) -> None:
+        """A reduction that does not run: gradients stay on their rank, as it would read them."""
+        self.staying.add(ins.ticket)
+        for source, slot, kind in zip(ins.inputs, ins.outputs, ins.types, strict=True):
+            numel, dtype = self._sent(source)
+            wide = Storage("reduction buckets", numel * kind.dtype.itemsize)
+            self._set(slot, self.slots[source] if dtype == kind.dtype else (wide,))
+
+    def _take_local(self, name: str, kind: TensorType) -> Storage:
+        """What is sent instead of a gradient that was added to those of earlier micro-batches."""
+        walk, taken = self.walk, self.walk.sums.pop(name)
+        window = walk.batch.window
+        assert window is not None, "sums are a window's"
+        dtype = window.local_dtype(walk.specs[name])
+        if dtype == kind.dtype:
+            return taken
+        walk.drop(taken)
+        narrow = Storage("reduction buckets", taken.num_bytes // dtype.itemsize * kind.dtype.itemsize)
+        walk.hold(narrow)
+        return narrow
 
     def _transfer(self, ins: Transfer) -> None:
         """Copies of storages, each made once for all values that live in it."""
@@ -219,7 +249,10 @@ class GraphWalk:
         if ins.op == "all_reduce":
             return 0
         if ins.op == "reduce_scatter":
-            sent = [self._sent(slot) for slot in ins.inputs]
+            sent = [
+                (numel, kind.dtype if name in walk.sums else dtype)
+                for (numel, dtype), name, kind in zip(map(self._sent, ins.inputs), ins.grads, ins.types, strict=True)
+            ]
             if walk.setup.copies and sum(n * d.itemsize for n, d in sent) >= peers.MIN_BYTES:
                 piece = sum(_aligned(n // size * d.itemsize) for n, d in sent)
                 walk.exchange["reduce_scatter"] = max(walk.exchange["reduce_scatter"], size * piece)
@@ -265,9 +298,8 @@ class GraphWalk:
                 for storage in self.slots[port.slot]:
                     walk.hold(storage)
                     walk.users.append(storage)
-        if self.phase == "backward" and walk.reduces:
-            walk.touch(walk.trained)
-            walk.record(self.phase, "end", "accumulate gradients", {})
+        if self.phase == "backward":
+            walk.add_up()
         self._free(range(len(self.slots)))
         walk.record(self.phase, "end", f"end of {self.phase}", {})
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
-from zcompile.planner.export import Point, memory_points
+from zcompile.planner.course import Course
+from zcompile.planner.export import Point, drawn_events, memory_points
 from zcompile.planner.memory import CATEGORIES, CATEGORY_OF, by_category
 
 if TYPE_CHECKING:
@@ -24,7 +26,9 @@ KIND_COLORS = {
     "reduce_scatter": "#D55E00",
     "all_reduce": "#D55E00",
     "cast": "#56B4E9",
+    "accumulate": "#CC79A7",
 }
+OTHER_COLOR = "#666666"
 
 WIDTH, LEFT, RIGHT = 960, 70, 20
 MEMORY_HEIGHT, LANE_HEIGHT, BOTTOM, TOP = 280, 26, 26, 14
@@ -54,18 +58,21 @@ def page(plan: Plan) -> str:
     )
     from zcompile.planner.plan import limit
 
-    time = plan.timeline
+    course = plan.course
+    many = plan.window is not None
+    span = f"window of {course.num_micro_batches} micro-batches" if many else "step"
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{plan.num_params:,} parameters; precision {escape(config.precision or 'of the model')}; "
         f"micro-batch {plan.batch or 'unknown'}; policy <code>{escape(config.policy)}</code></p>",
         f"<p>Peak {plan.memory.peak_bytes / GIB:.2f} of {plan.device_bytes / GIB:.1f} GiB: {verdict}. "
-        f"Step {time.step_us / 1000:.2f} ms, {plan.rows_per_s:.1f} rows/s, limited by {escape(limit(time))}.</p>",
-        "<h2>Memory of a rank over one step</h2>",
+        f"{span.capitalize()} {course.step_us / 1000:.2f} ms, {plan.rows_per_s:.1f} rows/s, limited by {escape(limit(course))}.</p>",
+        f"<h2>Memory of a rank over {'a ' * many}{'one ' * (not many)}{span}</h2>",
+        *([_drawn(course)] if many else []),
         legend((category, COLORS[category]) for category in CATEGORIES),
-        memory_svg(memory_points(plan), time.step_us, plan.device_bytes),
+        memory_svg(memory_points(plan), course.drawn_us, plan.device_bytes, _begins(course)),
         "<h2>Streams</h2>",
-        legend((k, KIND_COLORS[k]) for k in dict.fromkeys(e.kind for e in time.events)),
+        legend((k, KIND_COLORS.get(k, OTHER_COLOR)) for k in dict.fromkeys(e.kind for _, e in drawn_events(plan))),
         streams_svg(plan),
         "<h2>Memory by category</h2>",
         _memory_table(plan),
@@ -83,8 +90,17 @@ def page(plan: Plan) -> str:
 # Pictures. ------------------------------------------------------------------------------------------------------------
 
 
-def memory_svg(points: Sequence[Point], end_us: float, limit_bytes: int) -> str:
-    """Bytes by category, stacked, over time, with the device's memory as a line where it is in sight."""
+def memory_svg(
+    points: Sequence[Point], end_us: float, limit_bytes: int, begins: Sequence[tuple[float, str]] = ()
+) -> str:
+    """Bytes by category, stacked, over time, with the device's memory as a line where it is in sight.
+
+    Args:
+        points: in the order of time.
+        end_us: of the axis.
+        limit_bytes: memory of the device.
+        begins: where micro-batches begin, with what they are called.
+    """
     most = max(p.num_bytes for p in points)
     top = max(most, limit_bytes) if most > limit_bytes / 3 else most
     top *= 1.05
@@ -124,15 +140,16 @@ def memory_svg(points: Sequence[Point], end_us: float, limit_bytes: int) -> str:
         )
     for value in _ticks(top / GIB):
         shapes.append(_label(LEFT - 6, y(value * GIB) + 4, f"{value:g} GiB", "end"))
-    height = TOP + MEMORY_HEIGHT + BOTTOM
-    return _svg("memory", height, [*shapes, *_time_axis(end_us, x, TOP + MEMORY_HEIGHT)])
+    bottom = TOP + MEMORY_HEIGHT
+    marks = [mark for begin, name in begins for mark in _mark(x(begin), name, bottom)]
+    return _svg("memory", bottom + BOTTOM, [*shapes, *marks, *_time_axis(end_us, x, bottom)])
 
 
 def streams_svg(plan: Plan) -> str:
     """One lane a stream with its events, and one line where a phase ends."""
-    events = plan.timeline.events
+    events = [event for _, event in drawn_events(plan)]
     lanes = list(dict.fromkeys(e.stream for e in events))
-    end_us = plan.timeline.step_us
+    end_us = plan.course.drawn_us
 
     def x(us: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * us / max(end_us, 1e-9)
@@ -150,19 +167,30 @@ def streams_svg(plan: Plan) -> str:
         text = f"{e.name} ({e.phase}): {(e.end_us - e.start_us):.0f} us, {e.bytes / 2**20:.1f} MiB"
         shapes.append(
             f'<rect class="event" x="{x(e.start_us):.2f}" y="{TOP + lane * (LANE_HEIGHT + 6)}" width="{max(width, 0.4):.2f}" '
-            f'height="{LANE_HEIGHT}" fill="{KIND_COLORS.get(e.kind, "#666")}" stroke="#fff" stroke-width="0.3">'
+            f'height="{LANE_HEIGHT}" fill="{KIND_COLORS.get(e.kind, OTHER_COLOR)}" stroke="#fff" stroke-width="0.3">'
             f"<title>{escape(text)}</title></rect>"
         )
     bottom = TOP + len(lanes) * (LANE_HEIGHT + 6)
-    for end, name in (
-        (plan.timeline.forward_us, "backward"),
-        (plan.timeline.forward_us + plan.timeline.backward_us, "optimizer"),
-    ):
-        shapes.append(
-            f'<line x1="{x(end):.1f}" x2="{x(end):.1f}" y1="{TOP - 4}" y2="{bottom}" stroke="#000" stroke-dasharray="2 3"/>'
-        )
-        shapes.append(_label(x(end) + 3, TOP - 4, name, "start"))
+    for begin, batch in plan.course.drawn():
+        line = batch.timeline
+        backward = begin + line.forward_us
+        ends = [(begin, batch.place)] if plan.window is not None else []
+        ends.append((backward, "backward"))
+        if line.optimizer_us:
+            ends.append((backward + line.backward_us, "optimizer"))
+        shapes += [mark for end, name in ends for mark in _mark(x(end), name, bottom)]
     return _svg("streams", bottom + BOTTOM, [*shapes, *_time_axis(end_us, x, bottom)])
+
+
+def _begins(course: Course) -> list[tuple[float, str]]:
+    """Where the micro-batches of a window begin in pictures; empty where there is one."""
+    return [(begin, batch.title) for begin, batch in course.drawn()] if course.num_micro_batches > 1 else []
+
+
+def _drawn(course: Course) -> str:
+    """Which micro-batches of a window pictures show."""
+    first, *between, last = (batch.title for batch in course.micro_batches)
+    return f"<p>Pictures show {', '.join([f'the {first} micro-batch', *between, f'the {last}'])}.</p>"
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -197,6 +225,13 @@ def _ticks(top: float) -> list[float]:
 def _time_axis(end_us: float, x: Callable[[float], float], y: float) -> list[str]:
     lines = [f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#888"/>']
     return lines + [_label(x(ms * 1000), y + 15, f"{ms:g} ms", "middle") for ms in _ticks(end_us / 1000)]
+
+
+def _mark(x: float, name: str, bottom: float) -> list[str]:
+    """A line where something begins."""
+    line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{bottom}" stroke="#000" stroke-dasharray="2 3"/>'
+    at_end = x > WIDTH - 80
+    return [line, _label(x - 3 if at_end else x + 3, TOP - 4, name, "end" if at_end else "start")]
 
 
 def _label(x: float, y: float, text: str, anchor: str) -> str:
@@ -235,19 +270,22 @@ def _memory_table(plan: Plan) -> str:
 
 
 def _time_table(plan: Plan) -> str:
-    time = plan.timeline
-    rows = {
-        "forward": time.forward_us,
-        "backward": time.backward_us,
-        "optimizer": time.optimizer_us,
-        "step": time.step_us,
-        "communication while computation waits": time.exposed_us,
-        "computation alone": time.bounds.compute_us,
-        "communication alone": time.bounds.communication_us,
-        "host alone": time.bounds.host_us,
-        "longest chain of dependent work": time.bounds.critical_path_us,
+    columns = {"ms": plan.course}
+    if plan.window is not None:
+        columns |= {batch.title: Course((replace(batch, count=1),)) for batch in plan.course.micro_batches}
+    rows: dict[str, Callable[[Course], float]] = {
+        "forward": lambda course: course.total(lambda line: line.forward_us),
+        "backward": lambda course: course.total(lambda line: line.backward_us),
+        "optimizer": lambda course: course.total(lambda line: line.optimizer_us),
+        "step": lambda course: course.step_us,
+        "communication while computation waits": lambda course: course.total(lambda line: line.exposed_us),
+        "computation alone": lambda course: course.bounds.compute_us,
+        "communication alone": lambda course: course.bounds.communication_us,
+        "host alone": lambda course: course.bounds.host_us,
+        "longest chain of dependent work": lambda course: course.bounds.critical_path_us,
     }
-    return _table(("", "ms"), [(name, f"{us / 1000:.3f}") for name, us in rows.items()])
+    cells = [(name, *(f"{of(course) / 1000:.3f}" for course in columns.values())) for name, of in rows.items()]
+    return _table(("", *columns), cells)
 
 
 def _advice_table(plan: Plan) -> str:
@@ -267,7 +305,7 @@ def _advice_table(plan: Plan) -> str:
         "as it is",
         f"{plan.memory.peak_bytes / GIB:.2f}",
         "yes" if plan.fits else "no",
-        f"{plan.timeline.step_us / 1000:.2f}",
+        f"{plan.step_us / 1000:.2f}",
         f"{plan.rows_per_s:.1f}",
     )
     return _table(("change", "peak GiB", "fits", "step ms", "rows/s"), [now, *rows])

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import fx
 
 from zcompile import ops
 from zcompile.analysis.aliases import Aliases
 from zcompile.analysis.cost import region_kernels
+from zcompile.analysis.schedule import is_reduction
 from zcompile.analysis.structure import region_key
 from zcompile.errors import PlanError
 from zcompile.ir import calls, edit, meta
-from zcompile.ir.graph import Graph, Kept, Offloaded, Origin, Output, Region, Role, Saved, Step, Tangent
+from zcompile.ir.graph import Grad, Graph, Kept, Offloaded, Origin, Output, Region, Role, Saved, Step, Tangent
 from zcompile.offloading import Offloading
 from zcompile.planner import hosted, rates
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.jobs import IN, OUT, Bucket, Issuer, Job, joined
+from zcompile.planner.window import MicroBatch, Window
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,13 @@ class Costs:
 
 
 def step_jobs(
-    step: Step, costs: Costs, world_size: int, *, optimizer: bool = True, offloading: Offloading | None = None
+    step: Step,
+    costs: Costs,
+    world_size: int,
+    *,
+    optimizer: bool = True,
+    offloading: Offloading | None = None,
+    micro_batch: MicroBatch | None = None,
 ) -> list[Job]:
     """The jobs of a step.
 
@@ -97,16 +106,18 @@ def step_jobs(
         step: scheduled and outlined.
         costs: of its regions, on a machine.
         world_size: ranks that the step was scheduled for.
-        optimizer: whether an update by AdamW follows.
+        optimizer: whether an update by AdamW follows, as it does where a window of micro-batches ends.
         offloading: what is on the host beside values that the graphs move there.
+        micro_batch: whose graphs the step has, in a window; None: it is complete in itself.
 
     Raises:
         PlanError: the step was scheduled for another number of ranks, or is not outlined.
     """
     check_scheduled(step, world_size)
     offloading = offloading or Offloading()
-    walk = _Walk(step, costs, parameters_on_host=offloading.parameters is not None)
-    if optimizer and step.backward is not None:
+    batch = micro_batch or MicroBatch("", 1, step)
+    walk = _Walk(batch, costs, parameters_on_host=offloading.parameters is not None)
+    if optimizer and batch.updates and step.backward is not None:
         if offloading.parameters is None and offloading.optimizer is None:
             walk.issuer.update(local_params(step))
         else:
@@ -166,7 +177,8 @@ def _before_cast(send: fx.Node) -> fx.Node:
 class _Walk:
     """Issues the nodes of the graphs in order."""
 
-    def __init__(self, step: Step, costs: Costs, *, parameters_on_host: bool) -> None:
+    def __init__(self, batch: MicroBatch, costs: Costs, *, parameters_on_host: bool) -> None:
+        self.batch = batch
         self.costs = costs
         self.parameters_on_host = parameters_on_host
         self.issuer = Issuer(costs.hardware)
@@ -174,7 +186,8 @@ class _Walk:
         self.handed_on: dict[Origin | Role, tuple[int, ...]] = {}
         self.memory: dict[fx.Node, object] = {}
         self.hosted: dict[Offloaded, object] = {}
-        for graph in step.graphs:
+        self.local: list[fx.Node] = []  # reductions that do not run
+        for graph in batch.step.graphs:
             self.issuer.phase = graph.direction.value
             for node in graph.inputs:
                 self.made[node] = self._jobs_behind(meta.origin(node))
@@ -185,6 +198,8 @@ class _Walk:
                 self._issue(node, graph.regions)
             for node, role in graph.outputs:
                 self.handed_on[role] = self.made[node]
+        if batch.window is not None and batch.step.backward is not None:
+            self._add_up(batch.window, batch.step.backward)
 
     def _upload(self, graph: Graph) -> None:
         """What regions read of parameters on the host comes at the graph's start."""
@@ -224,8 +239,12 @@ class _Walk:
             cost = self.costs.region(region)
             host_us = self.costs.host_us(region)
             needs = (self.issuer.compute(node.name, "region", cost.device_us, host_us, needs, cost.num_bytes),)
+        elif is_reduction(node) and not self.batch.reduces:
+            self.local.append(node)
         elif ops.is_collective(node.target):
             bucket = bucket_of(node)
+            if self.batch.takes_local and is_reduction(node):
+                bucket, needs = self._take_local(node, bucket, needs)
             if self.parameters_on_host and bucket.op == "all_gather":
                 upload = f"{node.name}_upload"
                 needs = (*needs, self.issuer.transfer(upload, IN, bucket.stored_bytes, bucket.num_tensors, needs))
@@ -235,9 +254,75 @@ class _Walk:
             sizes = {self.memory.get(t, t): num_bytes(t) for t in calls.tensors(node)}
             way = OUT if node.target is ops.offload else IN
             needs = (self.issuer.transfer(node.name, way, sum(sizes.values()), len(sizes), needs),)
-        elif node.target is ops.wait:
+        elif node.target is ops.wait and calls.source(node) not in self.local:
             self.issuer.wait(needs)
             started = calls.source(node)
             if self.parameters_on_host and ops.is_collective(started.target) and started.target is not ops.all_gather:
                 self.issuer.transfer(f"{node.name}_to_host", OUT, num_bytes(started), len(node.users), needs)
         self.made[node] = needs
+
+    # Gradients of a window. -------------------------------------------------------------------------------------------
+
+    def _take_local(self, node: fx.Node, bucket: Bucket, needs: tuple[int, ...]) -> tuple[Bucket, tuple[int, ...]]:
+        """Add what a reduction would send to what earlier micro-batches have left, which is sent, wide."""
+        gradients = self._full(node)
+        moved = [
+            g.sent_bytes + 2 * g.sum_bytes + (g.sum_bytes + g.wide_bytes) * (g.sum_bytes != g.wide_bytes)
+            for g in gradients
+        ]
+        job = self._accumulate(f"{node.name}_add", moved, needs)
+        return replace(bucket, sent_bytes=sum(g.wide_bytes for g in gradients)), (job,)
+
+    def _add_up(self, window: Window, backward: Graph) -> None:
+        """At the end of a backward, add its gradients to those of earlier micro-batches, or keep a copy of the first ones."""
+        reads = 1 + self.batch.adds  # of a sum, and writes
+        needs = joined(self.made[node] for node, role in backward.outputs if isinstance(role, Grad))
+        if not self.batch.reduces:
+            # regions make them wide: they write that once, and read what is narrow once more
+            moved = [
+                g.wide_bytes + reads * g.sum_bytes + (g.sent_bytes + g.wide_bytes) * (g.sent_bytes != g.wide_bytes)
+                for node in self.local
+                for g in self._full(node)
+            ]
+            self._accumulate("add_local_gradients", moved, needs)
+        elif not window.defers:
+            params = {
+                param.name: meta.tensor(node) for graph in self.batch.step.graphs for node, param in graph.params()
+            }
+            moved = []
+            for node, role in backward.outputs:
+                if isinstance(role, Grad):
+                    dtype = params[role.name].dtype
+                    wide = window.sum_dtype(dtype)
+                    if self.batch.adds or wide != dtype:
+                        moved.append(num_bytes(node) + reads * meta.tensor(node).numel() * wide.itemsize)
+            if moved and self.parameters_on_host:
+                us = sum(moved) / self.costs.hardware.host_bytes_per_s * 1e6
+                self.issuer.process("accumulate_gradients", "accumulate", us, (*needs, *self.issuer.last), sum(moved))
+            elif moved:
+                self._accumulate("accumulate_gradients", [sum(moved)], needs)
+
+    def _full(self, node: fx.Node) -> list[_Full]:
+        """What a reduction sends, one after the other."""
+        window = self.batch.window
+        assert window is not None, "a micro-batch of a window keeps gradients"
+        found = []
+        for send, result in zip(calls.tensors(node), meta.value(node), strict=True):
+            numel = meta.tensor(send).numel()
+            wide = result.dtype.itemsize * numel
+            found.append(_Full(num_bytes(send), wide, window.sum_dtype(result.dtype).itemsize * numel))
+        return found
+
+    def _accumulate(self, name: str, moved: list[int], needs: tuple[int, ...]) -> int:
+        """Issue kernels that move so many bytes each."""
+        hw = self.costs.hardware
+        us, host_us = sum(rates.memory_us(num, hw) for num in moved), hw.host.copied_tensor_us * len(moved)
+        return self.issuer.compute(name, "accumulate", us, host_us, needs, sum(moved))
+
+
+class _Full(NamedTuple):
+    """Bytes of a full gradient: as a region gives it, as its reduction gives it, and of the sum over a window."""
+
+    sent_bytes: int
+    wide_bytes: int
+    sum_bytes: int

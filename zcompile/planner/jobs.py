@@ -22,7 +22,8 @@ class Job:
 
     Attributes:
         name: of its node.
-        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload`` or ``optimizer``.
+        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload``, ``accumulate`` (a window's
+            gradients) or ``optimizer``.
         phase: ``forward``, ``backward`` or ``optimizer``.
         stream: one of ``STREAMS``; jobs of a stream run in the order of the list.
         duration_us: time of the device when nothing runs beside it.
@@ -161,6 +162,16 @@ class Issuer:
         """Let what is issued from now on start after these have ended."""
         self._waited.update(dict.fromkeys(jobs))
 
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The job that was issued last."""
+        return (len(self.jobs) - 1,) if self.jobs else ()
+
+    def process(self, name: str, kind: str, us: float, needs: tuple[int, ...], num_bytes: int) -> int:
+        """Let the processors work on what is in the host's memory; the index of their job."""
+        self.jobs.append(Job(name, kind, self.phase, CPU, us, 0.0, needs, needs, num_bytes))
+        return len(self.jobs) - 1
+
     def update(self, num_params: int) -> None:
         """Issue AdamW on so many local parameters, which waits for everything."""
         everything = tuple(range(len(self.jobs)))
@@ -198,8 +209,7 @@ class Issuer:
                 continue
             came = everything if step == "in place" else (self._pass(name, OUT, 8 * size, (*everything, *free)),)
             us = rates.ADAMW_BYTES * size / hw.host_bytes_per_s * 1e6
-            self.jobs.append(Job(name, "optimizer", self.phase, CPU, us, 0.0, came, came, rates.ADAMW_BYTES * size))
-            done = len(self.jobs) - 1
+            done = self.process(name, "optimizer", us, came, rates.ADAMW_BYTES * size)
             gone.append(done if step == "in place" else self._pass(f"{name}_parameters", IN, 4 * size, (done,)))
         self.wait(gone)
         self.compute("update", "optimizer", 0.0, hw.host.step_us, tuple(gone))

@@ -17,7 +17,7 @@ from zcompile.planner.window import Window
 #: the categories, and the parts that each is made of
 PARTS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("shards", "uploaded", "model buffers"),
-    "gradients": ("gradient shards", "local gradients"),
+    "gradients": ("gradient shards", "local gradients", "gradient sums"),
     "optimizer states": ("optimizer states",),
     "activations": ("saved for backward", "reloaded", "inputs and outputs", "between regions"),
     "temporary": (
@@ -48,6 +48,7 @@ class Moment:
         name: what runs, such as ``forward_2 (layers.3)`` or ``all_gather of layers.3``.
         during: the most bytes while it runs, by part.
         after: bytes when it has run, by part.
+        place: of its micro-batch in a window: ``first``, ``middle`` or ``last``; empty without a window.
     """
 
     phase: str
@@ -55,6 +56,7 @@ class Moment:
     name: str
     during: Mapping[str, int]
     after: Mapping[str, int]
+    place: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +86,7 @@ class Setup:
         fragmentation: gaps of the allocator, as a share of what is allocated: a guess.
         offloading: what is on the host.
         step: where states on the host are updated, as ``hosted.step_of`` finds it.
-        window: of micro-batches, with gradients of earlier ones there, to which a backward adds at its end; None: there is none.
+        window: of micro-batches; None: there is none.
         symbols: what sizes of values mean in formulas, as ``symbols.size_symbols`` finds them.
     """
 
@@ -129,7 +131,7 @@ class Memory:
     """The memory of one rank over a step, in its steady state: not the first one, before ``zero_grad`` has run once.
 
     Attributes:
-        moments: in the order of the schedule.
+        moments: in the order of the schedule; of a window, those of its first micro-batch, one in its middle and the last.
         parameter_bytes: stored shards, with padding; what ``model.report()`` calls so.
         gradient_bytes: of gradients after a backward.
         optimizer_bytes: of optimizer states after a step.
@@ -162,7 +164,7 @@ class Memory:
             "host_bytes": self.host_bytes,
             "host": dict(self.host),
             "peak_bytes": self.peak_bytes,
-            "peak_at": {"phase": peak.phase, "name": peak.name},
+            "peak_at": {"phase": peak.phase, "name": peak.name, "micro_batch": peak.place},
             "peak_by_category": by_category(peak.during),
             "peak_by_part": dict(peak.during),
             "formulas": {name: str(formula) for name, formula in self.formulas.items()},

@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
+from zcompile.capture.surroundings import collector_paused
 from zcompile.capture.tree import flatten
 from zcompile.ir.graph import Step
 from zcompile.planner import states
 from zcompile.planner.choice import Decision
+from zcompile.planner.course import Course, simulate_course
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs
 from zcompile.planner.memory import CATEGORIES, Memory, Setup, by_category
-from zcompile.planner.simulate import Timeline, simulate
+from zcompile.planner.simulate import Timeline
 from zcompile.planner.symbols import size_symbols
 from zcompile.planner.trace import Traced, as_call
 from zcompile.planner.walk import predict
+from zcompile.planner.window import Window
 
 GIB = 2**30
 
@@ -33,7 +36,7 @@ class Advice:
         change: what to change, such as ``stage 3``.
         options: the arguments of ``zcompile.plan`` that differ.
         peak_bytes: the peak then.
-        step_us: the step then.
+        step_us: the step then, from one update to the next.
         rows_per_s: rows of all ranks in a second then.
         fits: whether it fits then.
     """
@@ -59,7 +62,7 @@ class Plan:
         traced: graphs, parameters, options.
         hardware: the machine.
         memory: the anatomy of a rank's memory.
-        timeline: the simulated step.
+        course: the simulated step: one micro-batch, or those of a declared window.
         batch: rows of a rank's micro-batch; 0 when the inputs do not say.
         tokens: elements of the first integer input; 0 without one.
         notes: what a reader should know.
@@ -72,7 +75,7 @@ class Plan:
     traced: Traced
     hardware: Hardware
     memory: Memory
-    timeline: Timeline
+    course: Course
     batch: int
     tokens: int
     notes: tuple[str, ...] = ()
@@ -84,6 +87,21 @@ class Plan:
     def step(self) -> Step:
         """The scheduled forward and backward graph: ``print(plan.step.backward)``."""
         return self.traced.step
+
+    @property
+    def window(self) -> Window | None:
+        """The declared window of micro-batches; None: each is a step."""
+        return Window.of(self.traced.config, self.traced.pipeline, self.world_size)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulated micro-batch with the update: the whole step where there is no window."""
+        return self.course.last
+
+    @property
+    def step_us(self) -> float:
+        """Microseconds from one update to the next: of all micro-batches of a window."""
+        return self.course.step_us
 
     @property
     def world_size(self) -> int:
@@ -106,8 +124,9 @@ class Plan:
 
     @property
     def rows_per_s(self) -> float:
-        """Rows of all ranks in a second."""
-        return self.batch * self.world_size / (self.timeline.step_us * 1e-6) if self.timeline.step_us else 0.0
+        """Rows of all ranks, and of all micro-batches of a window, in a second."""
+        rows = self.batch * self.course.num_micro_batches * self.world_size
+        return rows / (self.step_us * 1e-6) if self.step_us else 0.0
 
     @property
     def num_params(self) -> int:
@@ -156,12 +175,14 @@ def make(
     """The plan of a traced step on a machine, without advice."""
     fused = traced.config.backend == "inductor"
     offloading = traced.config.offloading
+    window = Window.of(traced.config, traced.pipeline, traced.world_size)
     setup = Setup.on(hardware, traced.world_size, optimizer=optimizer, fused=fused, offloading=offloading)
     batch, tokens = batch_of(example_inputs)
     symbols = size_symbols(batch, tokens // batch if batch else 0, traced.specs)
-    memory = predict(traced.step, traced.specs, replace(setup, symbols=symbols))
-    timeline = simulate(traced.step, hardware, traced.world_size, offloading=offloading, costs=costs)
-    return Plan(name, traced, hardware, memory, timeline, batch, tokens, (*notes, *_padding_notes(traced)))
+    with collector_paused():
+        memory = predict(traced.step, traced.specs, replace(setup, symbols=symbols, window=window))
+        course = simulate_course(traced.step, window, hardware, traced.world_size, offloading=offloading, costs=costs)
+    return Plan(name, traced, hardware, memory, course, batch, tokens, (*notes, *_padding_notes(traced)))
 
 
 def batch_of(example_inputs: Any) -> tuple[int, int]:
@@ -189,9 +210,9 @@ def _padding_notes(traced: Traced) -> list[str]:
     return notes
 
 
-def limit(timeline: Timeline) -> str:
+def limit(course: Course) -> str:
     """What limits a step, in words."""
-    bounds = timeline.bounds
+    bounds = course.bounds
     sizes = {
         "computation": bounds.compute_us,
         "communication": bounds.communication_us,
@@ -200,18 +221,19 @@ def limit(timeline: Timeline) -> str:
         "waits of computation and communication for each other": bounds.critical_path_us,
     }
     most = max(list(sizes)[:4], key=lambda name: sizes[name])
-    if timeline.step_us > 1.1 * sizes[most]:
+    if course.step_us > 1.1 * sizes[most]:
         most = list(sizes)[4]
     return most
 
 
 def _lines(plan: Plan) -> list[str]:
-    config, time, memory = plan.traced.config, plan.timeline, plan.memory
-    peak = memory.peak
+    config, course, memory = plan.traced.config, plan.course, plan.memory
+    peak, bounds = memory.peak, course.bounds
     lines = [
         f"{plan.model}: {plan.num_params:,} parameters on {plan.world_size} x {plan.hardware.name}, stage {config.stage}, "
         f"precision {config.precision or 'of the model'}, policy {config.policy}"
-        + (f", offload {config.offload}" if config.offload else ""),
+        + (f", offload {config.offload}" if config.offload else "")
+        + (f", {course.num_micro_batches} micro-batches an update" if plan.window is not None else ""),
         f"micro-batch: {plan.batch or 'unknown'} rows a rank" + (f", {plan.tokens:,} tokens" if plan.tokens else ""),
         "",
         f"{'memory of a rank, GiB':24}{'at the peak':>14}{'largest':>10}",
@@ -223,7 +245,7 @@ def _lines(plan: Plan) -> list[str]:
     verdict = "fits" if too_much <= 0 else f"does not fit: {too_much / GIB:.2f} GiB too much"
     lines += [
         f"{'together':24}{memory.peak_bytes / GIB:>14.2f}  of {plan.device_bytes / GIB:.1f}: {verdict}",
-        f"peak in {peak.phase}, {peak.name}",
+        f"peak in {peak.phase}{f' of the {peak.place} micro-batch' * bool(peak.place)}, {peak.name}",
     ]
     if memory.host:
         on_host = "fits" if plan.fits_host else "does not fit"
@@ -236,13 +258,14 @@ def _lines(plan: Plan) -> list[str]:
         lines.append(f"most of it: {', '.join(f'{c} {at_peak[c] / GIB:.2f} GiB' for c in most)}")
     lines += [
         "",
-        f"step {_ms(time.step_us)}: forward {_ms(time.forward_us)}, backward {_ms(time.backward_us)}, "
-        f"optimizer {_ms(time.optimizer_us)}; {plan.rows_per_s:.1f} rows/s"
+        *([_window_line(course)] if plan.window is not None else []),
+        f"step {_ms(course.step_us)}: forward {_ms(course.total(lambda line: line.forward_us))}, backward "
+        f"{_ms(course.total(lambda line: line.backward_us))}, optimizer "
+        f"{_ms(course.total(lambda line: line.optimizer_us))}; {plan.rows_per_s:.1f} rows/s"
         + (f", {plan.rows_per_s * plan.tokens / plan.batch:,.0f} tokens/s" if plan.tokens and plan.batch else ""),
-        f"limited by {limit(time)}: computation {_ms(time.bounds.compute_us)}, communication "
-        f"{_ms(time.bounds.communication_us)} of which {_ms(time.exposed_us)} with computation idle, host {_ms(time.bounds.host_us)}"
-        + ", which replays CUDA graphs"
-        * time.replayed,
+        f"limited by {limit(course)}: computation {_ms(bounds.compute_us)}, communication "
+        f"{_ms(bounds.communication_us)} of which {_ms(course.total(lambda line: line.exposed_us))} with computation idle, host "
+        f"{_ms(bounds.host_us)}" + ", which replays CUDA graphs" * course.replayed,
     ]
     if plan.decision is not None:
         lines += ["", str(plan.decision)]
@@ -254,6 +277,15 @@ def _lines(plan: Plan) -> list[str]:
     elif plan.tried:
         lines += ["", f"of {len(plan.tried)} changes that were planned none is better"]
     return lines
+
+
+def _window_line(course: Course) -> str:
+    """What the micro-batches of a window take."""
+    first, *between, last = course.micro_batches
+    parts = [f"the first {_ms(first.timeline.step_us)}"]
+    parts += [f"{batch.count} between of {_ms(batch.timeline.step_us)}" for batch in between]
+    parts += [f"the last {_ms(last.timeline.step_us)} with the update"]
+    return f"window of {course.num_micro_batches} micro-batches: {', '.join(parts)}"
 
 
 def largest(memory: Memory, category: str) -> int:

@@ -13,6 +13,7 @@ from zcompile.planner.engine import Run, steady_run
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs, step_jobs
 from zcompile.planner.jobs import COMPUTE, CPU, STREAMS, Job
+from zcompile.planner.window import MicroBatch
 from zcompile.runtime.pace import HOST_BOUND
 
 #: what the host takes to replay a step, of what it takes to issue it: 6.3 of 24.0 ms, measured at 0.19B on two H200
@@ -29,7 +30,8 @@ class Event:
             and from it), or ``cpu``.
         start_us: from the start of the step.
         end_us: from the start of the step.
-        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload`` or ``optimizer``.
+        kind: ``region``, ``cast``, ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``offload``, ``reload``, ``accumulate`` (a window's
+            gradients) or ``optimizer``.
         bytes: of a copy, of a collective's full side, or what a region moves.
         phase: ``forward``, ``backward`` or ``optimizer``.
         slack_us: how much later it could end without making the step longer.
@@ -115,6 +117,7 @@ def simulate(
     offloading: Offloading | None = None,
     costs: Costs | None = None,
     cuda_graphs: bool | None = None,
+    micro_batch: MicroBatch | None = None,
 ) -> Timeline:
     """Simulate one training step of one rank; all ranks are taken to be alike.
 
@@ -123,19 +126,21 @@ def simulate(
         hardware: the machine.
         world_size: ranks.
         region_us: measured device times of regions by name; the others are computed.
-        optimizer: whether an update by AdamW follows backward.
+        optimizer: whether an update by AdamW follows backward, as it does where a window of micro-batches ends.
         offloading: what is on the host beside values that the graphs move there.
         costs: shared between simulations of one model on one machine, so that each region is looked at once.
         cuda_graphs: as in ``zcompile.compile``.
+        micro_batch: whose graphs the step has, in a window; None: it is complete in itself.
 
     Raises:
         PlanError: the step was scheduled for another number of ranks, or is not outlined.
     """
     costs = costs or Costs(hardware, dict(region_us or {}))
-    jobs = step_jobs(step, costs, world_size, optimizer=optimizer, offloading=offloading)
+    batch = micro_batch or MicroBatch("", 1, step)
+    jobs = step_jobs(step, costs, world_size, optimizer=optimizer, offloading=offloading, micro_batch=batch)
     issued = timeline(jobs)
     moves = offloading is not None and offloading.moves_in_steps
-    if cuda_graphs is False or moves or not can_replay(step, hardware):
+    if cuda_graphs is False or moves or not (batch.can_replay and can_replay(step, hardware)):
         return issued
     if cuda_graphs is None and issued.bounds.host_us < HOST_BOUND * issued.step_us:
         return issued

@@ -19,11 +19,11 @@ from zcompile.pipeline import Pipeline, Stats
 from zcompile.placement import ParamSpec
 from zcompile.planner.budget import tensor_bytes, with_recompute
 from zcompile.planner.choice import Candidate, Choice
+from zcompile.planner.course import simulate_course
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.hosted import step_of
 from zcompile.planner.issue import Costs
 from zcompile.planner.memory import Setup
-from zcompile.planner.simulate import simulate
 from zcompile.planner.unscheduled import Unscheduled, outline_step
 from zcompile.planner.walk import predict
 from zcompile.planner.window import Window
@@ -111,7 +111,7 @@ class Variants:
         world, limits, offloading = world_size or self.world_size, self.limits, choice.offloading
         with collector_paused():
             step, base, costs = self._scheduled(choice, world)
-            window = Window.of(self.config, self.pipeline(choice, world), world)
+            window = Window.of(choice.config(self.config), self.pipeline(choice, world), world)
             setup = replace(self.setup, offloading=offloading, step=step_of(offloading, self.hardware), window=window)
             memory = predict(step, base.specs, setup)
             options: dict[str, Any] = {
@@ -119,11 +119,7 @@ class Variants:
                 "costs": costs,
                 "cuda_graphs": self.config.cuda_graphs if self.config.can_replay else False,
             }
-            step_us = simulate(step, self.hardware, world, **options).step_us
-            if window is not None and step.backward is not None:
-                middle = window.middle(step) or step
-                later_us = simulate(middle, self.hardware, world, optimizer=False, **options).step_us
-                step_us = (step_us + (window.steps - 1) * later_us) / window.steps
+            course = simulate_course(step, window, self.hardware, world, **options)
         peak = tensor_bytes(memory) + limits.beside_bytes
         fits = (
             peak <= limits.budget_bytes
@@ -136,7 +132,7 @@ class Variants:
         return Candidate(
             choice=choice,
             peak_bytes=peak,
-            step_us=step_us,
+            step_us=course.step_us / course.num_micro_batches,
             host_bytes=memory.host_bytes,
             fits=fits,
             saved_bytes=blocks.get("bytes", 0),

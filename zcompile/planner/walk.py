@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
 
+from zcompile.analysis.memory import RegionMemory
 from zcompile.ir.graph import Grad, Step
 from zcompile.placement import ParamSpec
 from zcompile.planner import hosted, states
-from zcompile.planner.graph_walk import GraphWalk
+from zcompile.planner.graph_walk import Dying, GraphWalk
 from zcompile.planner.ledger import ON_HOST, Pool, Storage, Value
 from zcompile.planner.memory import Memory, Moment, Setup
 from zcompile.planner.symbols import bytes_formula
+from zcompile.planner.window import MicroBatch, micro_batches
 from zcompile.program import TensorType
 from zcompile.runtime.arenas import ALIGNMENT_BYTES, ArenaKey, ArenaLayout
 from zcompile.runtime.gradients import KEEP_BYTES
@@ -38,8 +40,8 @@ class StepWalk:
     """The whole step: what both graphs share, and what goes from one to the other.
 
     Attributes (beside what is counted):
-        reduces: whether the gradients of the backward that is walked are reduced, or stay on their rank.
-        adds_shards: whether there are shards of gradients already, to which a backward adds.
+        batch: the micro-batch that is walked.
+        sums: full gradients of earlier micro-batches on this rank, by parameter.
     """
 
     def __init__(self, step: Step, specs: Sequence[ParamSpec], setup: Setup) -> None:
@@ -55,7 +57,7 @@ class StepWalk:
         self.optimizer_bytes = states.optimizer_bytes(specs, set(self.trained), setup.optimizer, setup.rank)
         self.totals: Counter[str] = Counter()
         self.pool = Pool()
-        self.moments: list[tuple[str, str, str, dict[str, int], dict[str, int]]] = []
+        self.moments: list[tuple[str, str, str, dict[str, int], dict[str, int], str]] = []
         self.homes: set[ArenaKey | int] = set()
         self.exchange = {"all_gather": 0, "reduce_scatter": 0}
         self.saved: dict[str, Value] = {}
@@ -66,28 +68,28 @@ class StepWalk:
         self.inputs: dict[str, Value] = {}
         self.gradient_bytes = 0
         self.parameters_on_host = setup.offloading.parameters is not None
-        self.reduces = True
-        self.adds_shards = setup.window is not None and not setup.window.defers
+        self.batch = MicroBatch("", 1, step)
+        self.sums: dict[str, Storage] = {}
+        self.regions: dict[tuple[str, str], RegionMemory] = {}
+        self.peaks: dict[tuple[str, str, Dying], int] = {}
 
     def run(self) -> Memory:
         trainable = sum(size * key.dtype.itemsize for key, size in self.layout.sizes.items() if key.trainable)
         keeps = trainable <= KEEP_BYTES or self.parameters_on_host
         self._place_states()
         self.totals["context and libraries"] = self.setup.context_bytes
-        if keeps or self.adds_shards:
+        if keeps:
             self.touch(self.trained)
-        forward = self.step.forward
-        middle = self._through_window()
-        if middle is not None:
-            forward = middle.forward
-        GraphWalk(self, forward, "forward").run()
-        saved = {s: None for value in self.saved.values() for s in value}
+        saved: dict[Storage, None] = {}
+        for batch in micro_batches(self.step, self.setup.window):
+            self.batch = batch
+            self.host["activations"] = 0  # those of the micro-batch before are gone
+            GraphWalk(self, batch.step.forward, "forward").run()
+            saved = {s: None for value in self.saved.values() for s in value}
+            if batch.step.backward is not None:
+                GraphWalk(self, batch.step.backward, "backward").run()
+            self._end_micro_batch()
         self.saved_formula = bytes_formula(((s.shape, s.num_bytes) for s in saved), self.setup.symbols)
-        if self.step.backward is not None:
-            GraphWalk(self, self.step.backward, "backward").run()
-            self.touch(self.trained)
-            self.totals["local gradients"] = 0
-        self._end_step()
         if self.step.backward is not None:
             self.record("optimizer", "optimizer", self.setup.optimizer, {})
         held = self.pool.held_bytes
@@ -102,33 +104,27 @@ class StepWalk:
             held,
             exchange,
             self._formulas(),
-            dict(self.host),
+            dict(+self.host),
         )
 
-    def _through_window(self) -> Step | None:
-        """Everything up to the last micro-batch of a window, with gradients of earlier ones there; the graphs of its middle.
+    def add_up(self) -> None:
+        """A backward ends: its gradients come to those of earlier micro-batches."""
+        window, trained = self.batch.window, [self.specs[name] for name in dict.fromkeys(self.trained)]
+        if self.batch.reduces:
+            self.touch(self.trained)
+            if window is not None and not self.batch.adds:
+                self.totals["gradient sums"] = sum(map(window.wide_bytes, trained))
+        elif window is not None and not self.sums:
+            self.sums = {spec.name: Storage("local gradients", window.local_bytes(spec)) for spec in trained}
+            for storage in self.sums.values():
+                self.hold(storage)
+        self.record("backward", "end", "accumulate gradients" if self.batch.reduces else "add local gradients", {})
+        if self.batch.updates:
+            self.totals["gradient sums"] = 0
+            while self.sums:  # of gradients that are in no reduction of the graph
+                self.drop(self.sums.popitem()[1])
 
-        The second backward of the middle begins as the first did, so that one is enough.
-        """
-        window, backward = self.setup.window, self.step.backward
-        if window is None or backward is None:
-            return None
-        middle = window.middle(self.step)
-        local = window.local_bytes(self.specs[name] for name in self.trained)
-        self.totals["local gradients"] = local
-        if middle is not None and middle.backward is not None:
-            GraphWalk(self, self.step.forward, "forward").run()
-            self.reduces = not window.defers
-            GraphWalk(self, middle.backward, "backward").run()
-            self.reduces = True
-            self._end_step()
-        if local and window.steps > 2:  # what a backward leaves is added to what others have left
-            self.totals["local gradients"] += local
-            self.record("backward", "end", "add local gradients", {})
-            self.totals["local gradients"] -= local
-        return middle
-
-    def _end_step(self) -> None:
+    def _end_micro_batch(self) -> None:
         """What the caller holds of a micro-batch goes."""
         for storage in self.users:
             self.drop(storage)
@@ -193,10 +189,18 @@ class StepWalk:
         self.pool.note_peak()
         after = {part: num_bytes for part, num_bytes in self.totals.items() if num_bytes}
         after["gathered weights"] = self.pool.live_bytes
-        self.moments.append((phase, kind, name, dict(during) or after, after))
+        self.moments.append((phase, kind, name, dict(during) or after, after, self.batch.place))
 
     def _moment(
-        self, phase: str, kind: str, name: str, during: dict[str, int], after: dict[str, int], held: int, exchange: int
+        self,
+        phase: str,
+        kind: str,
+        name: str,
+        during: dict[str, int],
+        after: dict[str, int],
+        place: str,
+        held: int,
+        exchange: int,
     ) -> Moment:
         """Add what is known at the end of the walk only: buffers that are never given back."""
         full = []
@@ -207,7 +211,7 @@ class StepWalk:
             own = sum(parts.values()) - exchange - parts.get("context and libraries", 0)
             parts["fragmentation"] = int(own * self.setup.fragmentation)
             full.append({part: num_bytes for part, num_bytes in parts.items() if num_bytes})
-        return Moment(phase, kind, name, *full)
+        return Moment(phase, kind, name, full[0], full[1], place)
 
     def _gaps(self) -> int:
         """Bytes of the parameter arenas that belong to no parameter."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from zcompile.errors import PlanError
 from zcompile.planner.jobs import COMPUTE
 from zcompile.planner.simulate import Event
 from zcompile.profiling.measured import COPIES, EXPOSED, HOST, OPTIMIZER, OTHER, TRANSFERS, Span
@@ -35,7 +37,7 @@ class Comparison:
     """A profile beside a plan.
 
     Attributes:
-        rows: by kind; what a plan counts for one micro-batch is multiplied with those of a measured step.
+        rows: by kind; a plan without a window counts one micro-batch, which is multiplied with those of a measured step.
         names: by phase and node, what both have.
         num_events: regions and collectives of the plan.
         num_spans: those of a measured step.
@@ -65,22 +67,42 @@ class Comparison:
 
 
 def compare(profile: Profile, plan: Plan) -> Comparison:
-    """A profile beside a plan."""
-    steps, line = profile.steps, plan.timeline
+    """A profile beside a plan.
+
+    Raises:
+        PlanError: the plan is of a window, and steps were measured that have other numbers of micro-batches.
+    """
+    steps, last = profile.steps, plan.timeline
     shares = profile.shares
     batches = max(1, round(sum(step.micro_batches for step in steps) / len(steps)))
-    predicted, by_name = _by_kind_and_name(line.events)
+    parts = [(batches, last)]
+    if plan.window is not None:
+        if batches != plan.window.steps:
+            raise PlanError(
+                f"plan is of windows of {plan.window.steps} micro-batches and {batches} were measured in a step; plan with "
+                f"gradient_accumulation_steps={batches}"
+            )
+        parts = [(batch.count, batch.timeline) for batch in plan.course.micro_batches]
+    predicted: defaultdict[str, float] = defaultdict(float)
+    for count, line in parts:
+        for kind, us in _by_kind_and_name(line.events)[0].items():
+            predicted[kind] += us if kind == "optimizer" else count * us
+    _, by_name = _by_kind_and_name(event for _, line in parts for event in line.events)
     measured, found = _by_kind_and_name([span for step in steps for span in step.spans if _is_named(span)])
     measured = {kind: us / len(steps) for kind, us in measured.items()}
-    rows = [Row("regions", batches * predicted["region"], measured["region"])]
-    rows += [Row(op, batches * predicted[op], measured[op]) for op in _MOVED if predicted[op] or measured[op]]
+    rows = [Row("regions", predicted["region"], measured["region"])]
+    rows += [Row(op, predicted[op], measured[op]) for op in _MOVED if predicted[op] or measured[op]]
     rows += [
-        Row(COPIES, batches * predicted["cast"], shares[COPIES]),
+        Row(COPIES, predicted["cast"], shares[COPIES]),
         Row(OPTIMIZER, predicted["optimizer"], shares[OPTIMIZER]),
-        Row(EXPOSED, batches * line.exposed_us, shares[EXPOSED] + shares[TRANSFERS]),
+        Row(EXPOSED, sum(count * line.exposed_us for count, line in parts), shares[EXPOSED] + shares[TRANSFERS]),
         Row(HOST, None, shares[HOST]),
         Row(OTHER, None, shares[OTHER]),
-        Row("step", batches * (line.step_us - line.optimizer_us) + line.optimizer_us, profile.step_us),
+        Row(
+            "step",
+            sum(count * (line.step_us - line.optimizer_us) for count, line in parts) + last.optimizer_us,
+            profile.step_us,
+        ),
     ]
     both = [Row(name, mean(us), mean(found[name])) for name, us in by_name.items() if name in found]
     return Comparison(tuple(rows), tuple(both), len(by_name), len(found), batches)
