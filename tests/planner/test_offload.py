@@ -25,7 +25,8 @@ def machine(bytes_per_s: float = 55e9, **changes: Any) -> Hardware:
     """An H200 whose host issues at once and whose device is slow enough for a small model to keep it busy."""
     known = hardware("h200")
     host = dataclasses.replace(known.host, kernel_us=0, region_us=0, collective_us=0, copied_tensor_us=0, step_us=0)
-    return dataclasses.replace(known, host=host, host_link=Link(0.0, bytes_per_s), **changes)
+    changes = {"host_link": Link(0.0, bytes_per_s), "shared_host_link": None, **changes}
+    return dataclasses.replace(known, host=host, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,21 @@ def test_states_pass_through_the_device_beside_each_other(traced: Traced) -> Non
     processors = simulate(step, link, WORLD, offloading=Offloading(optimizer=Moments("cpu", chunk_mib)))
     assert processors.busy_us("cpu") == pytest.approx(28 * params / link.host_bytes_per_s * 1e6, rel=1e-3)
     assert processors.busy_us("reloads") == pytest.approx(both / 2, rel=1e-3)
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    """All ranks pass their states at the same time, each with less than one alone."""
+    case = CASES["llama"]
+    slower = machine(1e9, shared_host_link=Link(0.0, 0.5e9))
+    times = []
+    for world in (1, WORLD):
+        step = trace(case.build(), case.data(0, 0), world_size=world).step
+        line = simulate(step, slower, world, offloading=Offloading(optimizer=Moments("device", 0.01)))
+        times.append(line.busy_us("reloads") * world)
+    assert times[1] == pytest.approx(2 * times[0], rel=0.02)  # padded rows
+    assert machine(1e9).shared(WORLD) == machine(1e9)
+    with pytest.raises(PlanError, match=r"has shared_host_link.bytes_per_s 0; it must be positive"):
+        machine(1e9, shared_host_link=Link(1.0, 0.0))
 
 
 def test_parameters_come_before_their_gathers_and_gradients_go(traced: Traced) -> None:

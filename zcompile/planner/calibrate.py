@@ -8,9 +8,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zcompile import compat
 from zcompile.planner.hardware import Curve, Hardware, Host, Link, hardware
@@ -97,12 +99,14 @@ def calibrate(device: torch.device, name: str) -> Hardware:
         kernel_us=launch_us if kind == "cpu" else near.kernel_us,
         efficiency={**near.efficiency, "matmul": _shares(best, peaks["bf16"]), "memory": _shares(copies, bandwidth)},
         host=near.host if kind == "cpu" else _scaled_host(near.host, launch_us),
-        host_link=_host_link(clock, _LARGE[kind]),
+        host_link=near.host_link,
+        shared_host_link=None,
         host_memory_bytes=free_bytes() // _ranks_here(),
         host_bytes_per_s=_host_bytes_per_s(_LARGE[kind]),
         sources=f"Measured by doctor --calibrate on {_describe(device)}, torch {torch.__version__}: sustained matmul rates by size, memory "
         f"bandwidth by size, cost of a launch ({launch_us:.1f} us), the host's link and memory. The highest rate is the peak.",
     )
+    measured = _with_host_links(measured, clock, _LARGE[kind])
     rest = "attention, convolutions, host times of calls and collectives, reserve, slowdown beside collectives, network"
     if dist.is_initialized() and dist.get_world_size() > 1:
         measured = _with_links(measured, clock, _GATHERS[kind])
@@ -200,14 +204,32 @@ def _peer_copies(clock: Clock, num_bytes: int, near: Link | None) -> Link | None
     return Link(near.latency_us, num_bytes / us * 1e6)
 
 
-def _host_link(clock: Clock, num_bytes: int) -> Link:
-    """Copies between a device and page-locked memory: the slower way."""
+def _with_host_links(here: Hardware, clock: Clock, num_bytes: int) -> Hardware:
+    """With copies between a device and page-locked memory: of the first rank alone, and of all ranks at the same time."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return replace(here, host_link=_host_link(clock, num_bytes, clock.us))
+    if dist.get_rank() == 0:
+        here = replace(here, host_link=_host_link(clock, num_bytes, clock.us))
+    dist.barrier()
+    return replace(here, shared_host_link=_host_link(clock, num_bytes, partial(_together, clock)))
+
+
+def _host_link(clock: Clock, num_bytes: int, time_us: Callable[[Callable[[], object]], float]) -> Link:
+    """Copies between a device and page-locked memory, both ways at the same time where there are streams for it."""
+    on_gpu = clock.device.type == "cuda"
+    streams = [torch.cuda.Stream(clock.device) for _ in range(2)] if on_gpu else []
     ways = []
     for size in (_SMALL, num_bytes):
-        host = torch.zeros(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
-        here = torch.zeros(size, dtype=torch.uint8, device=clock.device)
-        out = clock.us(lambda h=host, d=here: h.copy_(d, non_blocking=True))
-        ways.append(max(out, clock.us(lambda h=host, d=here: d.copy_(h, non_blocking=True))))
+        host = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        here = [torch.zeros(size, dtype=torch.uint8, device=clock.device) for _ in range(2)]
+        clock.finish()
+
+        def both(host: list[Tensor] = host, here: list[Tensor] = here) -> None:
+            for stream, source, target in zip(streams, (host[0], here[1]), (here[0], host[1]), strict=True):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+
+        ways.append(time_us(both if on_gpu else partial(here[0].copy_, host[0])))
     latency, whole = ways
     return Link(latency, num_bytes / max(whole - latency, whole / 2) * 1e6)
 

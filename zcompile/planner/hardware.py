@@ -18,6 +18,9 @@ from zcompile.errors import PlanError
 Curve = tuple[tuple[float, float], ...]
 
 
+_LINKS = ("node", "network", "copies", "host_link", "shared_host_link")
+
+
 @dataclass(frozen=True)
 class Link:
     """A way between devices.
@@ -74,6 +77,7 @@ class Hardware:
         slowdown: by how much longer computation takes while a collective is under way, as a share: ``kernels`` for one that
             takes multiprocessors, ``gather_copies`` and ``reduce_copies`` for the copy engines.
         host_link: between a device and page-locked memory of its host, each way at the same time.
+        shared_host_link: the same while all ranks of a host use theirs; None: no less.
         host_memory_bytes: memory of the host for each of its devices.
         host_bytes_per_s: what the processors move in that memory for each device, reads and writes together.
         sources: which numbers were measured, which are the vendor's, which are guesses.
@@ -94,6 +98,7 @@ class Hardware:
     copies: Link | None = None
     slowdown: Mapping[str, float] = field(default_factory=dict)
     host_link: Link = Link(10.0, 20e9)
+    shared_host_link: Link | None = None
     host_memory_bytes: int = 128 << 30
     host_bytes_per_s: float = 20e9
     sources: str = ""
@@ -109,9 +114,10 @@ class Hardware:
             "node.bytes_per_s",
             "network.bytes_per_s",
             "host_link.bytes_per_s",
+            "shared_host_link.bytes_per_s",
             "host_bytes_per_s",
         ):
-            if dict(self._numbers())[name] == 0:
+            if dict(self._numbers()).get(name) == 0:
                 raise PlanError(f"hardware '{self.name}' has {name} 0; it must be positive")
         for kind in ("matmul", "attention", "convolution", "memory"):
             if not self.efficiency.get(kind):
@@ -152,12 +158,18 @@ class Hardware:
         """Memory of a device without its reserve."""
         return max(self.device_memory_bytes - self.reserve_bytes, 0)
 
+    def shared(self, num_ranks: int) -> Hardware:
+        """The machine as each of so many ranks finds it."""
+        if num_ranks == 1 or self.shared_host_link is None:
+            return self
+        return dataclasses.replace(self, host_link=self.shared_host_link)
+
     def save(self, path: str | Path) -> None:
         """Write a file that ``hardware`` reads."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def _numbers(self) -> list[tuple[str, float]]:
-        links = [("node", self.node), ("network", self.network), ("copies", self.copies), ("host_link", self.host_link)]
+        links = [(name, getattr(self, name)) for name in _LINKS]
         return [
             *(
                 (n, getattr(self, n))
@@ -214,7 +226,7 @@ def _parse(text: str, where: str) -> Hardware:
         if not isinstance(fields, dict):
             raise TypeError("it holds no object")
         fields["host"] = Host(**fields["host"])
-        for link in ("node", "network", "copies", "host_link"):
+        for link in _LINKS:
             if fields.get(link) is not None:
                 fields[link] = Link(**fields[link])
         fields["efficiency"] = {kind: _curve(points) for kind, points in fields["efficiency"].items()}

@@ -116,7 +116,8 @@ def step_jobs(
     check_scheduled(step, world_size)
     offloading = offloading or Offloading()
     batch = micro_batch or MicroBatch("", 1, step)
-    walk = _Walk(batch, costs, parameters_on_host=offloading.parameters is not None)
+    issuer = Issuer(costs.hardware.shared(world_size))
+    walk = _Walk(batch, costs, issuer, parameters_on_host=offloading.parameters is not None)
     if optimizer and batch.updates and step.backward is not None:
         if offloading.parameters is None and offloading.optimizer is None:
             walk.issuer.update(local_params(step))
@@ -177,11 +178,11 @@ def _before_cast(send: fx.Node) -> fx.Node:
 class _Walk:
     """Issues the nodes of the graphs in order."""
 
-    def __init__(self, batch: MicroBatch, costs: Costs, *, parameters_on_host: bool) -> None:
+    def __init__(self, batch: MicroBatch, costs: Costs, issuer: Issuer, *, parameters_on_host: bool) -> None:
         self.batch = batch
         self.costs = costs
         self.parameters_on_host = parameters_on_host
-        self.issuer = Issuer(costs.hardware)
+        self.issuer = issuer
         self.made: dict[fx.Node, tuple[int, ...]] = {}  # the jobs that a value comes from
         self.handed_on: dict[Origin | Role, tuple[int, ...]] = {}
         self.memory: dict[fx.Node, object] = {}
