@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
@@ -33,6 +34,7 @@ class StepRunner:
         tapes: replays steps; None: every step is issued.
         local_only: inside ``no_sync``: backwards keep their gradients on this rank.
         leaves: of the step whose backward runs.
+        one_at_a_time: for threads that run steps of the model at once, as the engine locks each leaf.
         saved_bytes: by ``id`` of a step, what its first forward left for its backward, shared storage once.
     """
 
@@ -48,6 +50,7 @@ class StepRunner:
         self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
         self.leaves: Leaves | None = None
+        self.one_at_a_time = threading.RLock()
         self._all_leaves = AllLeaves(shards)
 
     def forward(self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Any]:
@@ -61,12 +64,13 @@ class StepRunner:
         Returns:
             the output leaves by index; None for those that alias inputs. Attached to autograd when the step has a backward.
         """
-        if step.backward is None:
-            outputs, _ = self.run_forward(step, constants, inputs)
-            return outputs
-        self.shards.drop_gradients()
-        leaves = self._all_leaves.of(step.trainable)
-        return list(_Step.apply(self, step, constants, leaves, leaves.end, *inputs))
+        with self.one_at_a_time:
+            if step.backward is None:
+                outputs, _ = self.run_forward(step, constants, inputs)
+                return outputs
+            self.shards.drop_gradients()
+            leaves = self._all_leaves.of(step.trainable)
+            return list(_Step.apply(self, step, constants, leaves, leaves.end, *inputs))
 
     def run_forward(
         self, step: StepProgram, constants: Mapping[str, Tensor], inputs: Sequence[Tensor]
@@ -248,6 +252,9 @@ class StepRunner:
     def accumulate(self, step: StepProgram, grads: dict[str, Tensor]) -> dict[str, Any]:
         """Put gradients where they belong; returns those that the engine must handle, by parameter."""
         held = self.executor.accumulation
+        trains = compat.requires_grad(self.shards.parameters_of(grads))
+        if not all(trains):  # frozen since the forward: the engine gives leaves that do not require grad nothing
+            grads = dict(compress(grads.items(), trains))
         if self.keeps_local():
             for name, value in grads.items():
                 held.add_local(name, value)
@@ -384,8 +391,9 @@ class _Step(torch.autograd.Function):
             if tangent is None or tangent.stride() != strides:
                 given[index] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 given[index].zero_() if tangent is None else given[index].copy_(tangent)
-        ctx.runner.leaves = ctx.leaves
-        grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
-        with ctx.runner.shards.explaining_memory():
-            ctx.handed = ctx.leaves.hand(ctx.runner.accumulate(step, grads))
+        with ctx.runner.one_at_a_time:
+            ctx.runner.leaves = ctx.leaves
+            grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
+            with ctx.runner.shards.explaining_memory():
+                ctx.handed = ctx.leaves.hand(ctx.runner.accumulate(step, grads))
         return (None, None, None, None, None, *map(input_grads.get, range(ctx.num_inputs)))

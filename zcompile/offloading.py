@@ -139,9 +139,11 @@ def _value(what: str, default: Any, text: str) -> Any:
             raise ConfigError(f"offload has {what} {text!r}; it must be one of {', '.join(STEPS)}")
         return text
     try:
-        number = type(default)(text) if isinstance(default, int) and "." not in text else float(text)
+        number = float(text)
     except ValueError:
-        number = -1
+        number = -1.0
+    if number.is_integer():
+        number = int(number)
     if what == "optimizer{share}":
         if not 0 < number <= 1:
             raise ConfigError(f"offload has {what} {text!r}; it must be a number above 0 that is at most 1")

@@ -316,6 +316,7 @@ def test_second_sample() -> None:
         (3, {"offload_optimizer": {"device": "none"}}, None),
         (3, {"offload_optimizer": {"device": "cpu", "ratio": 0}}, None),
         (2, {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "optimizer{share=0.3}"),
+        (2, {"offload_optimizer": {"device": "cpu", "ratio": 1e-5}}, "optimizer{share=1e-05}"),
         (2, {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, "optimizer"),
     ],
 )

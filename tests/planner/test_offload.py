@@ -157,6 +157,7 @@ def test_advice_offloads_what_does_not_fit() -> None:
         ("activations", Offloading(Activations())),
         ("optimizer{step=cpu chunk_mib=4} + parameters", Offloading(None, Moments("cpu", 4.0), Parameters())),
         ("optimizer{share=0.25}", Offloading(None, Moments(share=0.25), None)),
+        ("optimizer{share=1e-05 chunk_mib=1e1}", Offloading(None, Moments("auto", 10, 1e-05), None)),
         (["parameters", "activations{lookahead=2 mib=0.5}"], Offloading(Activations(0.5, 2), None, Parameters())),
     ],
 )

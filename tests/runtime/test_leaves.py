@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.capture.compare import build, compiled
+from zcompile import compat
 
 G = torch.Generator().manual_seed(1)
 X, Y = torch.randn(5, 4, generator=G), torch.randn(5, 4, generator=G)
@@ -165,6 +169,47 @@ def test_a_parameter_is_frozen_and_thawed() -> None:
         model(Y).backward()
         model.a.weight.requires_grad_(True)
         model(X).backward()
+        return []
+
+    both(steps)
+
+
+def test_a_parameter_is_frozen_between_forward_and_backward() -> None:
+    """The engine gives a leaf nothing that does not require grad when it comes there, whatever it was in the forward."""
+
+    def steps(model: Any) -> list[Tensor]:
+        model(X).backward()
+        loss, later = model(Y), model(2 * Y)
+        model.a.weight.requires_grad_(False)
+        loss.backward()
+        kept = model.a.weight.grad.clone()
+        model.a.weight.requires_grad_(True)
+        later.backward()
+        return [kept]
+
+    both(steps)
+
+
+def test_threads_run_backwards_of_one_model_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = compat.gradients
+
+    def slowly(tensors: Any) -> list[Tensor | None]:
+        found = read(tensors)
+        time.sleep(0.02)  # another thread has its turn before what was found is used
+        return found
+
+    monkeypatch.setattr(compat, "gradients", slowly)
+
+    def steps(model: Any) -> list[Tensor]:
+        losses = [model(X * number) for number in range(1, 5)]
+        ready = threading.Barrier(len(losses), timeout=30)
+
+        def backward(loss: Tensor) -> None:
+            ready.wait()
+            loss.backward()
+
+        with ThreadPoolExecutor(len(losses)) as threads:
+            list(threads.map(backward, losses, timeout=30))
         return []
 
     both(steps)
