@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from zcompile.config import Config, dtype_name, names_tuple, outputs_tuple
-from zcompile.errors import ConfigError
 from zcompile.modules import check_modules
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.hardware import hardware as find_hardware
@@ -91,8 +90,6 @@ def plan(
         differentiable=outputs_tuple(differentiable),
         verify=verify,
     )
-    if config.recompute is not None and config.recompute_mode is None:
-        raise ConfigError(f"recompute is {recompute!r}, a budget, which compile takes; plan 'full' or 'selective'")
     times = measured.region_times() if isinstance(measured, Profile) else measured
     request = Request(type(model).__name__, model, example_inputs, find_hardware(hardware), optimizer, measured=times)
     return request.plan(config, world_size, advise=advise)

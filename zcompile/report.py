@@ -103,7 +103,7 @@ class Report:
         ):
             rows.append(self._row(label, name))
         if self.host_bytes or (self.predicted is not None and self.predicted.host):
-            rows.append(self._row("on the host", "host_bytes"))
+            rows.append(self._row("of it on host", "host_bytes"))
         if self.device is not None:
             peak = None if self.predicted is None else self._predicted_allocation()
             rows.append(_row("allocated peak", self.device.peak_allocated, peak))

@@ -189,6 +189,8 @@ def test_a_plan_takes_what_was_chosen_and_shows_it() -> None:
     whole = peak_without()
     plan = make(int(0.85 * whole))
     assert plan.decision is not None and plan.traced.config.memory_budget == int(0.85 * whole)
+    counted, limit = plan.decision.chosen.peak_bytes / 2**30, plan.decision.budget_bytes / 2**30
+    assert f"{counted:>14.2f}  of {limit:.1f}; beside it the reserve" in str(plan)
     chosen = plan.decision.chosen
     assert plan.timeline.step_us == pytest.approx(chosen.step_us)
     assert plan.memory.peak_bytes - plan.memory.peak.during["context and libraries"] <= chosen.peak_bytes * 1.06
@@ -287,5 +289,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--memory-budget", "350KiB"]) == 0
     assert "memory_budget of 350.00 KiB" in capsys.readouterr().out
     given = ["--stage", "3", "--policy", "none", "--recompute", "none", "--offload", "parameters", "--micro-batch", "1"]
-    assert main([*arguments, *given, "--memory-budget", "1000"]) == 1
-    assert "error: memory_budget is 0.98 KiB and the least of" in capsys.readouterr().err
+    assert main([*arguments, *given, "--memory-budget", "1KiB"]) == 1
+    assert "error: memory_budget is 1.00 KiB and the least of" in capsys.readouterr().err
+    assert main([*arguments, "--memory-budget", "40"]) == 1
+    assert "error: --memory-budget is 40 bytes; with a unit it is 40GiB" in capsys.readouterr().err
+    assert main([*arguments, "--recompute", "24GiB"]) == 1
+    assert "error: recompute is '24GiB', a budget, which compile takes" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.planner.engine import run, steady_run
-from zcompile.planner.jobs import COMPUTE, STREAMS, Job
+from zcompile.planner.jobs import COMPUTE, CPU, STREAMS, Job
 from zcompile.planner.simulate import bounds, timeline
 
 
@@ -56,6 +56,10 @@ def test_bounds_hold_for_any_schedule(seed: int) -> None:
     pace = max(ahead.end_us, host_us)  # the slower of the two sets it
     assert steady.end_us == pytest.approx(pace, abs=tolerance)
     assert line.exposed_us <= line.step_us - line.busy_us(COMPUTE) + tolerance
+    others = [line.busy_us(stream) for stream in STREAMS if stream not in (COMPUTE, CPU)]
+    assert line.exposed_us <= line.moving_us <= min(sum(others), line.step_us) + tolerance
+    assert line.moving_us >= max(others) - tolerance
+    assert all(0 <= e.work_us <= e.end_us - e.start_us + tolerance for e in line.events)
     for index, job in enumerate(jobs):
         for before in (*job.after, *job.needs):
             assert steady.ends[before] <= steady.starts[index] + tolerance

@@ -18,7 +18,7 @@ from tests.dist.models import CASES, VOCAB, Deep
 from zcompile.__main__ import main
 from zcompile.config import Config
 from zcompile.errors import ConfigError, PlanError, VerifyError, ZCompileError
-from zcompile.planner.hardware import hardware
+from zcompile.planner.hardware import Link, hardware
 from zcompile.planner.memory import CATEGORIES, Setup, by_category
 from zcompile.planner.plan import Plan
 from zcompile.planner.states import evaluate
@@ -89,6 +89,26 @@ def test_text_names_what_matters(plan: Plan) -> None:
         assert category in text
     assert re.search(r"together +[\d.]+  of 131\.3: fits", text) and "limited by" in text
     assert "do not divide by 3 ranks" in text, "padding is said"
+
+
+def test_communication_is_all_of_it_and_its_idle_part_is_a_part(plan: Plan) -> None:
+    """Also where the host is slow to issue what makes a collective wait, and where copies to the host are most of it."""
+    for options in ({}, {"policy": "hold{first=99}"}, {"policy": "none"}):
+        text = str(plan if not options else make(advise=False, **options))
+        found = re.search(r"communication ([\d.]+) ms of which ([\d.]+) ms with computation idle", text)
+        assert found is not None and 0 < float(found[2]) <= float(found[1]), text
+    slow = dataclasses.replace(plan.hardware, host_link=Link(10.0, 1e6))
+    for offload, limit in (
+        ("optimizer{chunk_mib=0.001}", "copies to the host and from it"),
+        ("optimizer", "waits of computation and copies for each other"),  # one chunk comes, and goes when it is updated
+    ):
+        with torch.device("meta"):
+            model = Deep(16)
+        moved = zcompile.plan(
+            model, model_and_inputs()[1], world_size=1, hardware=slow, offload=offload, verify="off", advise=False
+        )
+        assert f"limited by {limit}: " in str(moved), str(moved)
+        assert "communication and copies to the host " in str(moved) and moved.timeline.bounds.communication_us == 0
 
 
 def test_out_of_memory_is_predicted() -> None:

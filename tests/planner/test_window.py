@@ -204,6 +204,28 @@ def test_advice_is_of_windows(plan: Plan) -> None:
     )
 
 
+def test_what_is_held_and_what_is_replayed() -> None:
+    """A window that holds weights replays nothing; one that holds none replays the first micro-batch, which adds to nothing."""
+    slow = hardware("h200")
+    holds = make(4, stage=3, hardware=slow, advise=True)
+    assert "replays" not in str(holds)
+    advice = next(a for a in holds.tried if a.change == f"policy '{NOTHING_HELD}'")
+    gives = make(4, stage=3, hardware=slow, policy=NOTHING_HELD)
+    assert advice.step_us == gives.step_us < holds.step_us
+    assert "which replays 1 of 4 micro-batches as CUDA graphs" in str(gives)
+    assert str(make(stage=3, hardware=slow)).count("which replays CUDA graphs\n") == 1
+
+
+def test_a_dtype_that_adds_nothing_is_told() -> None:
+    saves = "accumulate_dtype='fp32' saves no rounding"
+    for stage in (1, 3):
+        same = make(2, stage=stage, accumulate_dtype="fp32")
+        assert any(saves in note for note in same.notes) and ", added up in fp32" in str(same).splitlines()[0]
+        assert not any(
+            saves in note for note in make(2, stage=stage, accumulate_dtype="fp32", dtype=torch.bfloat16).notes
+        )
+
+
 @pytest.mark.parametrize(("steps", "stage"), [(2, 3), (5, 1)])
 def test_pictures_show_each_kind_of_micro_batch(steps: int, stage: int, tmp_path: Path) -> None:
     found = make(steps, stage=stage)

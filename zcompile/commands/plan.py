@@ -14,6 +14,9 @@ from zcompile.planner.models import BUILT_IN, load_model
 from zcompile.planner.request import Request
 from zcompile.planner.states import OPTIMIZERS
 
+#: a budget of less was meant in other units
+FEWEST_BYTES = 1 << 20
+
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
@@ -38,7 +41,9 @@ def add(commands: Any) -> None:
         "the least time: 40GiB, or a share of the device such as 0.8",
     )
     parser.add_argument(
-        "--recompute", choices=(*RECOMPUTE, "none"), help="what is computed again in backward (default: nothing dear)"
+        "--recompute",
+        metavar=f"{{{','.join((*RECOMPUTE, 'none'))}}}",
+        help="what is computed again in backward (default: nothing dear)",
     )
     parser.add_argument(
         "--loss-chunk",
@@ -102,12 +107,19 @@ def measured_times(path: Path | None) -> dict[str, float] | None:
 
 
 def _size(text: str | None) -> str | float | None:
-    """A budget as it is typed: a share and a number of bytes are numbers."""
+    """A budget as it is typed: a share and a number of bytes are numbers.
+
+    Raises:
+        PlanError: so few bytes that a unit was forgotten.
+    """
     for kind in (int, float):
         try:
-            return None if text is None else kind(text)
+            given = None if text is None else kind(text)
         except ValueError:
             continue
+        if isinstance(given, int) and 1 < given < FEWEST_BYTES:
+            raise PlanError(f"--memory-budget is {given} bytes; with a unit it is {given}GiB or {given}MiB")
+        return given
     return text
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zcompile.planner.simulate import Event
 
 #: of a timeline, what adds up over micro-batches
-_TIMES = ("forward_us", "backward_us", "optimizer_us", "exposed_us")
+_TIMES = ("forward_us", "backward_us", "optimizer_us", "moving_us", "exposed_us")
 
 
 class Point(NamedTuple):
@@ -94,6 +94,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.batch,
         "tokens": plan.tokens,
         "gradient_accumulation_steps": course.num_micro_batches,
+        "accumulate_dtype": config.accumulate_dtype,
         "fits": plan.fits,
         "device_bytes": plan.device_bytes,
         "memory": plan.memory.to_dict(),
@@ -165,7 +166,7 @@ def trace_events(plan: Plan) -> dict[str, Any]:
             e.kind,
             e.start_us,
             e.end_us,
-            {"phase": e.phase, "bytes": e.bytes, "slack_us": e.slack_us}
+            {"phase": e.phase, "bytes": e.bytes, "slack_us": e.slack_us, "work_us": e.work_us}
             | ({"micro_batch": batch.place} if batch.place else {}),
         )
         for batch, e in drawn_events(plan)

@@ -278,9 +278,11 @@ def _time_table(plan: Plan) -> str:
         "backward": lambda course: course.total(lambda line: line.backward_us),
         "optimizer": lambda course: course.total(lambda line: line.optimizer_us),
         "step": lambda course: course.step_us,
-        "communication while computation waits": lambda course: course.total(lambda line: line.exposed_us),
+        "communication": lambda course: course.total(lambda line: line.moving_us),
+        "of it, while no computation runs": lambda course: course.total(lambda line: line.exposed_us),
         "computation alone": lambda course: course.bounds.compute_us,
         "communication alone": lambda course: course.bounds.communication_us,
+        "copies to the host or from it alone": lambda course: course.bounds.transfers_us,
         "host alone": lambda course: course.bounds.host_us,
         "longest chain of dependent work": lambda course: course.bounds.critical_path_us,
     }

@@ -182,7 +182,8 @@ def make(
     with collector_paused():
         memory = predict(traced.step, traced.specs, replace(setup, symbols=symbols, window=window))
         course = simulate_course(traced.step, window, hardware, traced.world_size, offloading=offloading, costs=costs)
-    return Plan(name, traced, hardware, memory, course, batch, tokens, (*notes, *_padding_notes(traced)))
+    notes = (*notes, *_padding_notes(traced), *_window_notes(traced, window))
+    return Plan(name, traced, hardware, memory, course, batch, tokens, notes)
 
 
 def batch_of(example_inputs: Any) -> tuple[int, int]:
@@ -191,6 +192,13 @@ def batch_of(example_inputs: Any) -> tuple[int, int]:
     rows = {t.shape[0] for t in tensors if t.dim()}
     integers = [t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.dim() > 1]
     return (rows.pop() if len(rows) == 1 else 0), (integers[0].numel() if integers else 0)
+
+
+def _window_notes(traced: Traced, window: Window | None) -> list[str]:
+    given = traced.config.accumulate_dtype
+    if given is None or window is None or window.widens(traced.specs):
+        return []
+    return [f"accumulate_dtype={given!r} saves no rounding: gradients are added up in no less anyway"]
 
 
 def _padding_notes(traced: Traced) -> list[str]:
@@ -213,17 +221,19 @@ def _padding_notes(traced: Traced) -> list[str]:
 def limit(course: Course) -> str:
     """What limits a step, in words."""
     bounds = course.bounds
+    moves = {"communication": bounds.communication_us, "copies": bounds.transfers_us}
+    work = ["computation", *([name for name, us in moves.items() if us] or ["the host"])]
     sizes = {
         "computation": bounds.compute_us,
         "communication": bounds.communication_us,
+        "copies to the host and from it": bounds.transfers_us,
         "the host, which issues the work": bounds.host_us,
         "the processors, which update what is on the host": bounds.processors_us,
-        "waits of computation and communication for each other": bounds.critical_path_us,
+        f"waits of {' and '.join(work)} for each other": bounds.critical_path_us,
     }
-    most = max(list(sizes)[:4], key=lambda name: sizes[name])
-    if course.step_us > 1.1 * sizes[most]:
-        most = list(sizes)[4]
-    return most
+    *alone, waits = sizes
+    most = max(alone, key=lambda name: sizes[name])
+    return waits if course.step_us > 1.1 * sizes[most] else most
 
 
 def _lines(plan: Plan) -> list[str]:
@@ -233,7 +243,8 @@ def _lines(plan: Plan) -> list[str]:
         f"{plan.model}: {plan.num_params:,} parameters on {plan.world_size} x {plan.hardware.name}, stage {config.stage}, "
         f"precision {config.precision or 'of the model'}, policy {config.policy}"
         + (f", offload {config.offload}" if config.offload else "")
-        + (f", {course.num_micro_batches} micro-batches an update" if plan.window is not None else ""),
+        + (f", {course.num_micro_batches} micro-batches an update" if plan.window is not None else "")
+        + (f", added up in {config.accumulate_dtype}" if config.accumulate_dtype else ""),
         f"micro-batch: {plan.batch or 'unknown'} rows a rank" + (f", {plan.tokens:,} tokens" if plan.tokens else ""),
         "",
         f"{'memory of a rank, GiB':24}{'at the peak':>14}{'largest':>10}",
@@ -247,6 +258,12 @@ def _lines(plan: Plan) -> list[str]:
         f"{'together':24}{memory.peak_bytes / GIB:>14.2f}  of {plan.device_bytes / GIB:.1f}: {verdict}",
         f"peak in {peak.phase}{f' of the {peak.place} micro-batch' * bool(peak.place)}, {peak.name}",
     ]
+    if plan.decision is not None:
+        counted = plan.decision.chosen.peak_bytes
+        lines.append(
+            f"{'of the budget':24}{counted / GIB:>14.2f}  of {plan.decision.budget_bytes / GIB:.1f}; beside it the reserve: context, gaps "
+            "of the allocator"
+        )
     if memory.host:
         on_host = "fits" if plan.fits_host else "does not fit"
         parts = ", ".join(f"{what} {num_bytes / GIB:.2f}" for what, num_bytes in memory.host.items())
@@ -263,9 +280,9 @@ def _lines(plan: Plan) -> list[str]:
         f"{_ms(course.total(lambda line: line.backward_us))}, optimizer "
         f"{_ms(course.total(lambda line: line.optimizer_us))}; {plan.rows_per_s:.1f} rows/s"
         + (f", {plan.rows_per_s * plan.tokens / plan.batch:,.0f} tokens/s" if plan.tokens and plan.batch else ""),
-        f"limited by {limit(course)}: computation {_ms(bounds.compute_us)}, communication "
-        f"{_ms(bounds.communication_us)} of which {_ms(course.total(lambda line: line.exposed_us))} with computation idle, host "
-        f"{_ms(bounds.host_us)}" + ", which replays CUDA graphs" * course.replayed,
+        f"limited by {limit(course)}: computation {_ms(bounds.compute_us)}, communication"
+        f"{' and copies to the host' * bool(bounds.transfers_us)} {_ms(course.total(lambda line: line.moving_us))} of which "
+        f"{_ms(course.total(lambda line: line.exposed_us))} with computation idle, host {_ms(bounds.host_us)}{_replays(course)}",
     ]
     if plan.decision is not None:
         lines += ["", str(plan.decision)]
@@ -277,6 +294,14 @@ def _lines(plan: Plan) -> list[str]:
     elif plan.tried:
         lines += ["", f"of {len(plan.tried)} changes that were planned none is better"]
     return lines
+
+
+def _replays(course: Course) -> str:
+    """How much of a step is CUDA graphs."""
+    count = sum(batch.count for batch in course.micro_batches if batch.timeline.replayed)
+    if count == course.num_micro_batches:
+        return ", which replays CUDA graphs"
+    return f", which replays {count} of {course.num_micro_batches} micro-batches as CUDA graphs" if count else ""
 
 
 def _window_line(course: Course) -> str:

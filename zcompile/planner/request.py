@@ -12,6 +12,7 @@ from torch import nn
 
 from zcompile.capture.joint import Captured
 from zcompile.config import Config
+from zcompile.errors import ConfigError
 from zcompile.planner import states
 from zcompile.planner.advice import advise as with_advice
 from zcompile.planner.advice import with_batch
@@ -53,11 +54,16 @@ class Request:
         """The plan with these options; ``advise`` also plans what could make it better.
 
         Raises:
+            ConfigError: a budget of recomputation.
             PlanError: an optimizer or a world size that has no meaning.
             BudgetError: no combination of options keeps ``memory_budget``.
             CaptureError: the model cannot be captured.
         """
         states.num_states(self.optimizer)
+        if config.recompute is not None and config.recompute_mode is None:
+            raise ConfigError(
+                f"recompute is {config.recompute!r}, a budget, which compile takes; plan 'full', 'selective', or a memory_budget"
+            )
         if config.memory_budget is not None:
             return self._within_budget(config, world_size)
         start = time.process_time()

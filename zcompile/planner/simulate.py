@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import networkx as nx
 
@@ -12,7 +12,7 @@ from zcompile.offloading import Offloading
 from zcompile.planner.engine import Run, steady_run
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs, step_jobs
-from zcompile.planner.jobs import COMPUTE, CPU, STREAMS, Job
+from zcompile.planner.jobs import COMPUTE, CPU, IN, OUT, STREAMS, Job
 from zcompile.planner.window import MicroBatch
 from zcompile.runtime.pace import HOST_BOUND
 
@@ -35,6 +35,7 @@ class Event:
         bytes: of a copy, of a collective's full side, or what a region moves.
         phase: ``forward``, ``backward`` or ``optimizer``.
         slack_us: how much later it could end without making the step longer.
+        work_us: what the device works for it; less than from start to end where the host issues it kernel by kernel.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Event:
     bytes: int
     phase: str
     slack_us: float
+    work_us: float
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class Bounds:
 
     Attributes:
         compute_us: computation and the update alone.
-        communication_us: the busiest stream of collectives, or of copies to the host or from it, alone.
+        communication_us: the busiest stream of collectives alone.
         critical_path_us: the longest chain of jobs that read each other's results, on a machine with as many streams as needed.
         host_us: issuing everything.
         processors_us: what the processors update.
+        transfers_us: the busier way of copies to the host or from it, alone.
     """
 
     compute_us: float
@@ -64,11 +67,12 @@ class Bounds:
     critical_path_us: float
     host_us: float
     processors_us: float = 0.0
+    transfers_us: float = 0.0
 
     @property
     def step_us(self) -> float:
         """The largest of them."""
-        return max(self.compute_us, self.communication_us, self.critical_path_us, self.host_us, self.processors_us)
+        return max(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class Timeline:
         forward_us: to the end of the forward's last job.
         backward_us: from there to the end of the backward's.
         optimizer_us: from there to the end.
-        exposed_us: while collectives run and computation waits.
+        moving_us: while collectives, or copies to the host or from it, run.
+        exposed_us: of it, while no computation does.
         bounds: what no schedule of this step can beat.
         critical_path: names of the jobs on the longest chain of waits, those of streams included.
         replayed: forward and backward are CUDA graphs, as the runtime makes them where the device would wait for the host.
@@ -92,6 +97,7 @@ class Timeline:
     forward_us: float
     backward_us: float
     optimizer_us: float
+    moving_us: float
     exposed_us: float
     bounds: Bounds
     critical_path: tuple[str, ...]
@@ -164,7 +170,7 @@ def timeline(jobs: Sequence[Job]) -> Timeline:
     run = steady_run(jobs)
     slack = _slack(jobs, run)
     events = tuple(
-        Event(j.name, j.stream, run.starts[i], run.ends[i], j.kind, j.num_bytes, j.phase, slack[i])
+        Event(j.name, j.stream, run.starts[i], run.ends[i], j.kind, j.num_bytes, j.phase, slack[i], j.duration_us)
         for i, j in enumerate(jobs)
     )
     ends = {j.phase: run.end_us for j in jobs[-1:]}  # the last phase has what is left when the host sets the pace
@@ -173,13 +179,15 @@ def timeline(jobs: Sequence[Job]) -> Timeline:
             ends[event.phase] = max(ends.get(event.phase, 0.0), event.end_us)
     forward_us = ends.get("forward", 0.0)
     backward_us = max(ends.get("backward", 0.0), forward_us)
+    moving_us, exposed_us = _moving(events)
     return Timeline(
         events=events,
         step_us=run.end_us,
         forward_us=forward_us,
         backward_us=backward_us - forward_us,
         optimizer_us=run.end_us - backward_us,
-        exposed_us=_exposed(events),
+        moving_us=moving_us,
+        exposed_us=exposed_us,
         bounds=bounds(jobs),
         critical_path=_critical_path(jobs, run),
     )
@@ -193,10 +201,11 @@ def bounds(jobs: Sequence[Job]) -> Bounds:
         longest.append(job.duration_us + max((longest[i] for i in job.needs), default=0.0))
     return Bounds(
         compute_us=of_stream[COMPUTE],
-        communication_us=max(us for s, us in of_stream.items() if s not in (COMPUTE, CPU)),
+        communication_us=max(us for s, us in of_stream.items() if s not in (COMPUTE, IN, OUT, CPU)),
         critical_path_us=max(longest, default=0.0),
         host_us=sum(j.host_us for j in jobs),
         processors_us=of_stream[CPU],
+        transfers_us=max(of_stream[IN], of_stream[OUT]),
     )
 
 
@@ -230,16 +239,18 @@ def _critical_path(jobs: Sequence[Job], run: Run) -> tuple[str, ...]:
     return tuple(jobs[i].name for i in nx.dag_longest_path(graph))
 
 
-def _exposed(events: Sequence[Event]) -> float:
-    """While a collective runs and no computation does."""
+def _moving(events: Sequence[Event]) -> tuple[float, float]:
+    """While something moves, and of that while nothing is computed."""
     marks: list[tuple[float, int, int]] = []
     for e in events:
-        computes = int(e.stream == COMPUTE)
-        marks += [(e.start_us, computes, 1 - computes), (e.end_us, -computes, computes - 1)]
-    exposed = now = 0.0
+        if e.stream != CPU:
+            computes = int(e.stream == COMPUTE)
+            marks += [(e.start_us, computes, 1 - computes), (e.end_us, -computes, computes - 1)]
+    together = exposed = now = 0.0
     computing = moving = 0
     for moment, compute, move in sorted(marks):
-        if moving and not computing:
-            exposed += moment - now
+        if moving:
+            together += moment - now
+            exposed += 0.0 if computing else moment - now
         computing, moving, now = computing + compute, moving + move, moment
-    return exposed
+    return together, exposed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,13 @@ class Window:
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What gradients of a dtype are added up in."""
         return dtype if self.wide is None else torch.promote_types(dtype, self.wide)
+
+    def widens(self, params: Iterable[ParamSpec]) -> bool:
+        """Whether some gradients are added up in another dtype than they come in."""
+        own = [
+            (param.dtype if not self.defers else self.summed or param.dtype) for param in params if param.requires_grad
+        ]
+        return any(self.sum_dtype(dtype) != dtype for dtype in own)
 
     def local_dtype(self, param: ParamSpec) -> torch.dtype:
         """What full gradients of a parameter are added up in on their rank."""
