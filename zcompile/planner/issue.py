@@ -115,7 +115,7 @@ def step_jobs(
     """
     check_scheduled(step, world_size)
     offloading = offloading or Offloading()
-    batch = micro_batch or MicroBatch("", 1, step)
+    batch = micro_batch or MicroBatch.alone(step)
     issuer = Issuer(costs.hardware.shared(world_size))
     walk = _Walk(batch, costs, issuer, parameters_on_host=offloading.parameters is not None)
     if optimizer and batch.updates and step.backward is not None:

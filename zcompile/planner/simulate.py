@@ -142,11 +142,11 @@ def simulate(
         PlanError: the step was scheduled for another number of ranks, or is not outlined.
     """
     costs = costs or Costs(hardware, dict(region_us or {}))
-    batch = micro_batch or MicroBatch("", 1, step)
-    jobs = step_jobs(step, costs, world_size, optimizer=optimizer, offloading=offloading, micro_batch=batch)
+    jobs = step_jobs(step, costs, world_size, optimizer=optimizer, offloading=offloading, micro_batch=micro_batch)
     issued = timeline(jobs)
     moves = offloading is not None and offloading.moves_in_steps
-    if cuda_graphs is False or moves or not (batch.can_replay and can_replay(step, hardware)):
+    may = micro_batch is None or micro_batch.can_replay
+    if cuda_graphs is False or moves or not (may and can_replay(step, hardware)):
         return issued
     if cuda_graphs is None and issued.bounds.host_us < HOST_BOUND * issued.step_us:
         return issued

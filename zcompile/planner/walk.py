@@ -68,7 +68,7 @@ class StepWalk:
         self.inputs: dict[str, Value] = {}
         self.gradient_bytes = 0
         self.parameters_on_host = setup.offloading.parameters is not None
-        self.batch = MicroBatch("", 1, step)
+        self.batch = MicroBatch.alone(step)
         self.sums: dict[str, Storage] = {}
         self.regions: dict[tuple[str, str], RegionMemory] = {}
         self.peaks: dict[tuple[str, str, Dying], int] = {}

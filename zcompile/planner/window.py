@@ -99,6 +99,11 @@ class MicroBatch:
     step: Step
     window: Window | None = None
 
+    @classmethod
+    def alone(cls, step: Step) -> MicroBatch:
+        """All that there is in a step."""
+        return cls("", 1, step)
+
     @property
     def updates(self) -> bool:
         """Whether the update follows."""
@@ -143,7 +148,7 @@ def micro_batches(step: Step, window: Window | None) -> list[MicroBatch]:
         window: that is declared; None, and for a step without a backward: there is one micro-batch.
     """
     if window is None or step.backward is None:
-        return [MicroBatch("", 1, step)]
+        return [MicroBatch.alone(step)]
     middle = window.middle(step) or step
     return [
         MicroBatch(FIRST, 1, Step(step.forward, middle.backward), window),
