@@ -3,6 +3,7 @@
 python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/host_time.py             milliseconds by part
 python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/host_time.py --profile   and where they go
 python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/host_time.py --size 0.19B            on GPUs
+python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/host_time.py --micro-batches 4       of windows
 
 Without ``--size`` it runs on CPUs, and everything but the replay itself, which does nothing there: the model has the modules and
 parameters of a Llama of so many layers, each parameter a few bytes large, so that the update of the optimizer takes next to
@@ -34,7 +35,7 @@ import zcompile
 from benchmarks.llama import SIZES, Llama, Size, fill
 from zcompile.runtime import gradients
 from zcompile.runtime.step import _Step
-from zcompile.runtime.tape import Tapes
+from zcompile.runtime.tapes import Tapes
 
 WARMUP = 10
 PARTS = ("forward", "backward", "clip", "optimizer", "zero_grad")
@@ -56,13 +57,16 @@ class Nothing:
         pass
 
 
-def step(model: Any, optimizer: Any, tokens: Tensor, clip: bool) -> list[float]:
-    """Seconds of each part."""
+def step(model: Any, optimizer: Any, tokens: Tensor, clip: bool, micro_batches: int = 1) -> list[float]:
+    """Seconds of each part; of forward and backward, of all micro-batches."""
+    forward = backward = 0.0
+    for _ in range(micro_batches):
+        begin = time.perf_counter()
+        loss = model(tokens, tokens)
+        middle = time.perf_counter()
+        loss.backward()
+        forward, backward = forward + middle - begin, backward + time.perf_counter() - middle
     marks = [time.perf_counter()]
-    loss = model(tokens, tokens)
-    marks.append(time.perf_counter())
-    loss.backward()
-    marks.append(time.perf_counter())
     if clip:
         model.clip_grad_norm_(1.0)
     marks.append(time.perf_counter())
@@ -70,21 +74,22 @@ def step(model: Any, optimizer: Any, tokens: Tensor, clip: bool) -> list[float]:
     marks.append(time.perf_counter())
     optimizer.zero_grad()
     marks.append(time.perf_counter())
-    return [b - a for a, b in itertools.pairwise(marks)]
+    return [forward, backward, *(b - a for a, b in itertools.pairwise(marks))]
 
 
 def replaying(args: argparse.Namespace) -> tuple[Any, Tensor]:
     """A model whose steps are replayed, and what it is called with."""
+    options = {"stage": args.stage, "precision": "bf16", "gradient_accumulation_steps": args.micro_batches}
     if args.size is not None:
         size = SIZES[args.size]
         with torch.device("meta"):
             plain = Llama(size)
-        model = zcompile.compile(plain, stage=args.stage, precision="bf16", cuda_graphs=True, init=fill)
+        model = zcompile.compile(plain, cuda_graphs=True, init=fill, **options)
         tokens = torch.randint(0, size.vocab, (size.micro_batch, size.seq), device="cuda")
         return model, tokens
     gradients.KEEP_BYTES = 0  # gradients of a model that is worth a GPU come and go
     size = Size(vocab=32, hidden=8, layers=args.layers, heads=2, kv_heads=2, ffn=16, seq=8, micro_batch=1)
-    model = zcompile.compile(Llama(size), stage=args.stage, backend="eager", precision="bf16")
+    model = zcompile.compile(Llama(size), backend="eager", **options)
     runner = model._session.runner
     runner.tapes = Tapes(runner.executor, Nothing, print)
     return model, torch.zeros(1, 8, dtype=torch.int64)
@@ -117,6 +122,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="of the model on CPUs")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a window")
     parser.add_argument(
         "--clip", action="store_true", help="clip gradients too, which waits for the other rank on CPUs"
     )
@@ -139,12 +145,12 @@ def main() -> None:
 
     def run() -> list[float]:
         finish()
-        return step(model, optimizer, tokens, args.clip)
+        return step(model, optimizer, tokens, args.clip, args.micro_batches)
 
     for _ in range(WARMUP):
         run()
     rows = [run() for _ in range(args.steps)]
-    assert model.report().replays == WARMUP + args.steps - 2
+    assert model.report().replays >= args.micro_batches * (WARMUP + args.steps - 2)
     if dist.get_rank() == 0:
         found = [1e3 * statistics.median(column) for column in zip(*rows, strict=True)]
         shown = ", ".join(f"{name} {ms:.2f}" for name, ms in zip(PARTS, found, strict=True))

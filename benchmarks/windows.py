@@ -5,8 +5,9 @@ python -m torch.distributed.run --standalone --nproc_per_node=2 benchmarks/windo
 
 A window is so many micro-batches and one update. ``hold none`` gathers in every micro-batch, as before there was a hold; ``default``
 holds what the policy keeps and the unit that forward needs first; ``first`` also all that backward gathers, until the next forward
-has read it; ``all`` keeps everything. ``gathered`` counts parameters in the gathers of one window. FSDP2 is measured as it comes, and
-with its weights kept over the window, where only the last backward reduces.
+has read it; ``all`` keeps everything. ``gathered`` counts parameters in the gathers of one window, ``replayed`` the micro-batches of
+one that are CUDA graphs, in the mean. FSDP2 is measured as it comes, and with its weights kept over the window, where only the last
+backward reduces.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from zcompile.ir.graph import Step
 from zcompile.planner.course import simulate_course
 from zcompile.planner.hosted import hardware_here
 
-WARMUP = 3
+#: windows; as many steps as a step may need until it is found to wait for the host, and a few more
+WARMUP = 6
 HOLDS = {
     "none": "hold{units=0 first=0},prefetch",
     "default": None,
@@ -47,6 +49,7 @@ COLUMNS = (
     ("predicted_ms", 13),
     ("micro_batch_ms", 15),
     ("gathered", 9),
+    ("replayed", 9),
     ("peak_gib", 9),
     ("predicted_gib", 14),
 )
@@ -69,7 +72,7 @@ def window(trainee: Trainee, inputs: tuple[Any, Any], micro_batches: int, keeps:
 
 
 def counted(trainee: Trainee, run: Callable[[], None]) -> int:
-    """How many parameters a window gathers."""
+    """How many parameters a window gathers that is issued."""
     collectives: Any = trainee.model._session.runner.executor.collectives
     plain, found = collectives.all_gather, 0
 
@@ -89,7 +92,7 @@ def predicted_us(trainee: Trainee, options: Options) -> float:
     session: Any = trainee.model._session
     graphs = session.latest.graphs
     step, machine = Step(graphs.forward, graphs.backward), hardware_here(options.device)
-    return simulate_course(step, session.setup().window, machine, options.world_size, cuda_graphs=False).step_us
+    return simulate_course(step, session.setup().window, machine, options.world_size).step_us
 
 
 def measure(
@@ -99,11 +102,13 @@ def measure(
     trainee = make(options)
     run = partial(window, trainee, batch(options, dist.get_rank()), micro_batches, options.keep)
 
+    gathered = counted(trainee, run) if name.startswith("zc") else None
     for _ in range(WARMUP):
         run()
     clock.finish()
     dist.barrier()
     clock.forget_peaks()
+    replays = trainee.facts().get("replays", 0)
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -116,7 +121,8 @@ def measure(
         outside = trainee.facts().get("peer_gib", 0.0)  # what copy engines exchange through, which torch does not see
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB + outside, 2)
     if name.startswith("zc"):
-        row["gathered"] = counted(trainee, run)
+        row["gathered"] = gathered
+        row["replayed"] = round((trainee.facts()["replays"] - replays) / steps, 1)
         predicted = trainee.model.report(trainee.optimizer).predicted  # type: ignore[operator]
         row["predicted_gib"] = round(predicted.peak_bytes / GIB, 2)
         row["predicted_ms"] = round(predicted_us(trainee, options) / 1000, 2)
@@ -142,8 +148,7 @@ def main() -> None:
         runs = [("FSDP2", SYSTEMS["fsdp2-c"], plain), ("FSDP2, kept", SYSTEMS["fsdp2-c"], replace(plain, keep=True))]
         for stage in args.stages.split(","):
             for hold in ("none", "default") if stage in "12" else HOLDS:
-                # steps that hold weights are issued, so all are; nor would gathers of a recording be counted
-                others = {"gradient_accumulation_steps": args.micro_batches, "cuda_graphs": False}
+                others = {"gradient_accumulation_steps": args.micro_batches}
                 options = replace(plain, policy=HOLDS[hold], others=others)
                 runs.append((f"zc{stage}, hold {hold}", SYSTEMS[f"zc{stage}"], options))
         if here.rank == 0:

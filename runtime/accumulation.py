@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from zcompile import compat
 
 
 class Accumulation:
@@ -20,6 +24,7 @@ class Accumulation:
 
     Attributes:
         local: full gradients of this rank, by parameter.
+        places: where such sums come to lie, for those who must find them there in every window.
         reduced: gradient shards, by parameter.
         position: how many backward calls of the window are done.
     """
@@ -29,6 +34,7 @@ class Accumulation:
         self.defers = defers and steps > 1
         self.dtype = dtype
         self.local: dict[str, Tensor] = {}
+        self.places: dict[str, Tensor] = {}
         self.reduced: dict[str, Tensor] = {}
         self.position = 0
 
@@ -63,9 +69,9 @@ class Accumulation:
         """Bytes of the gradients that are not in ``.grad`` yet."""
         return sum(t.nbytes for kind in (self.local, self.reduced) for t in kind.values())
 
-    def add_local(self, name: str, value: Tensor) -> None:
-        """Add a full local gradient; ``value`` is not kept."""
-        self._add(self.local, name, value)
+    def add_local(self, values: Mapping[str, Tensor]) -> None:
+        """Add full local gradients by parameter; they are not kept."""
+        self._add(self.local, values, self.places)
 
     def take_local(self, name: str, value: Tensor) -> Tensor:
         """``value`` plus the local gradient of a parameter, which is not held any more."""
@@ -76,20 +82,33 @@ class Accumulation:
         """Whether reduced gradients of such a parameter stay here until the window ends."""
         return self.dtype is not None and self.steps > 1 and self._wide(param_dtype) != param_dtype
 
-    def add_reduced(self, name: str, shard: Tensor) -> None:
-        """Add a reduced shard; ``shard`` is not kept."""
-        self._add(self.reduced, name, shard)
+    def add_reduced(self, values: Mapping[str, Tensor]) -> None:
+        """Add reduced shards by parameter; they are not kept."""
+        self._add(self.reduced, values, {})
 
     def take_reduced(self, name: str, shard: Tensor) -> Tensor:
         """``shard`` plus the reduced shards of a parameter, which are not held any more."""
         held = self.reduced.pop(name, None)
         return shard if held is None else held.add_(shard)
 
-    def _add(self, sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-        if name in sums:
-            sums[name].add_(value)
-        else:
-            sums[name] = value.to(self._wide(value.dtype), copy=True)
+    def _add(self, sums: dict[str, Tensor], values: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+        first: tuple[list[Tensor], list[Tensor]] = ([], [])
+        later: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for name, value in values.items():
+            known, place = sums.get(name), places.get(name)
+            if known is not None:
+                later[0].append(known)
+                later[1].append(value)
+            elif place is not None:
+                sums[name] = place
+                first[0].append(place)
+                first[1].append(value)
+            else:
+                sums[name] = value.to(self._wide(value.dtype), copy=True)
+        if first[0]:
+            compat.foreach_copy(*first)
+        if later[0]:
+            compat.foreach_add(*later)
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         if self.dtype is None or dtype.is_complex:

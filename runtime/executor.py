@@ -76,6 +76,7 @@ class Executor:
         self.accumulation = accumulation
         self.mover = mover
         self.takes_local = True
+        self._apart = False
         self.observer: Observer | None = None
         self._checked: set[int] = set()
         if shards.mesh.device.type == "cuda":
@@ -128,9 +129,28 @@ class Executor:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, programs are recorded: their buffers and collectives belong to the recording."""
-        self.takes_local = False
         with self.buffers.apart(), self.collectives.recording():
             yield
+
+    @contextlib.contextmanager
+    def reducing(self, local: Mapping[str, Tensor], *, apart: bool) -> Iterator[Mapping[str, Tensor]]:
+        """Inside, reductions take along these local gradients alone, and no others are known.
+
+        Args:
+            local: by parameter.
+            apart: results come in memory of their own, wherever ``.grad`` will be.
+
+        Returns:
+            those that no reduction took.
+        """
+        held = self.accumulation
+        before = held.local, self.takes_local, self._apart
+        left = held.local = dict(local)
+        self.takes_local, self._apart = True, apart
+        try:
+            yield left
+        finally:
+            held.local, self.takes_local, self._apart = before
 
     def _start(self, ins: Start, slots: list[Any]) -> Pending | ToHost:
         sends: list[Tensor] = [slots[i] for i in ins.inputs]
@@ -162,9 +182,10 @@ class Executor:
 
     def _gradient_memory(self, ins: Start) -> list[Tensor]:
         """Where reduced gradients go: right into the gradient arena where nothing is accumulated yet."""
+        in_place = not (self._apart or self.shards.hosting.parameters)
         outputs = []
         for name, kind in zip(ins.grads, ins.types, strict=True):
-            if name and self.shards.parameter(name).grad is None and not self.shards.hosting.parameters:
+            if name and in_place and self.shards.parameter(name).grad is None:
                 memory = self.shards.grad_local(name)
                 if memory.dtype == kind.dtype and tuple(memory.shape) == kind.shape:
                     outputs.append(memory)

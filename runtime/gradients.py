@@ -167,7 +167,7 @@ class Gradients:
         if self._keeps:
             return
         for home, members in list(self._alive.items()):
-            if not self._any_set(members):
+            if not self.any_set(members):
                 self._forget(home)
 
     def prepare(self, indices: Sequence[int]) -> None:
@@ -192,7 +192,7 @@ class Gradients:
 
         Of chunks that do not stay, ``are_held`` was false when their step began, so that only a ``.grad`` can use them.
         """
-        if self._any_set(chunks.prepared) or (chunks.stay and chunks.are_held()):
+        if self.any_set(chunks.prepared) or (chunks.stay and chunks.are_held()):
             return False
         for home, members in chunks.members.items():
             now = map(self.prepared.__getitem__, members)
@@ -207,7 +207,7 @@ class Gradients:
                 self.prepared[index] = chunks.prepared[index]
         return True
 
-    def _any_set(self, indices: Iterable[int]) -> bool:
+    def any_set(self, indices: Iterable[int]) -> bool:
         """Whether one of these parameters has a ``.grad``."""
         found = compat.gradients(map(self._parameters.__getitem__, indices))
         return not all(map(operator.is_, found, itertools.repeat(None)))

@@ -17,6 +17,30 @@ from zcompile.runtime.shards import Contents
 FIRST_WINDOWS, FEW_WINDOWS = 3, 64
 
 
+class Held:
+    """Full parameters that a backward left, in the hands of a forward.
+
+    Attributes:
+        values: by name.
+    """
+
+    def __init__(self, buffers: Buffers, values: dict[str, Tensor] | None = None, lent: bool = False) -> None:
+        self.values = values or {}
+        self._buffers = buffers
+        self._lent = lent
+
+    def own(self) -> dict[str, Tensor]:
+        """The values for a forward that gives them back: copies of what a recording has lent. They are not held here any more."""
+        values, self.values = self.values, {}
+        return {name: self._buffers.take_copy(t) for name, t in values.items()} if self._lent else values
+
+    def give(self) -> None:
+        """Give them back."""
+        if not self._lent:
+            self._buffers.give(list(self.values.values()))
+        self.values = {}
+
+
 class Holding:
     """What a backward leaves for the next forward, as long as nothing wrote to the shards since it was gathered.
 
@@ -43,6 +67,7 @@ class Holding:
         self._windows = 0
         self._is_used = False
         self._values: dict[str, Tensor] = {}
+        self._lent = False
         self._contents = Contents()
         self._stale: Tensor | None = None
         self._answer: Tensor | None = None  # the same on the host, once `_answered` has passed
@@ -51,12 +76,18 @@ class Holding:
     def __len__(self) -> int:
         return len(self._values)
 
-    def put(self, values: dict[str, Tensor], contents: Contents) -> None:
-        """Hold values by name; ``contents`` is what ``shards.contents`` was when they were gathered."""
-        assert not self._values, "a backward leaves values while others are held"
-        self._values, self._contents, self._is_used = values, contents, True
+    def put(self, values: dict[str, Tensor], contents: Contents, *, lent: bool) -> None:
+        """Hold values by name.
 
-    def take(self, types: Mapping[str, TensorType], contents: Contents) -> dict[str, Tensor]:
+        Args:
+            values: of ``buffers``, or ``lent`` by a recording, to which their memory belongs.
+            contents: what ``shards.contents`` was when they were gathered.
+            lent: see ``values``.
+        """
+        assert not self._values, "a backward leaves values while others are held"
+        self._values, self._lent, self._contents, self._is_used = values, lent, contents, True
+
+    def take(self, types: Mapping[str, TensorType], contents: Contents) -> Held:
         """The values for a forward, which are not held any more; none if it takes others, or shards were written since.
 
         Args:
@@ -64,14 +95,14 @@ class Holding:
             contents: what ``shards.contents`` is now.
         """
         if not self._values:
-            return {}
+            return Held(self._buffers)
         found = {name: TensorType(tuple(t.shape), t.dtype) for name, t in self._values.items()}
         if found != types or contents.counts != self._contents.counts:
             self.drop()
-            return {}
+            return Held(self._buffers)
         self._compare(contents)
         values, self._values = self._values, {}
-        return values
+        return Held(self._buffers, values, self._lent)
 
     def _compare(self, contents: Contents) -> None:
         now, before = contents.sums, self._contents.sums
@@ -108,5 +139,5 @@ class Holding:
 
     def drop(self) -> None:
         """Give everything back."""
-        self._buffers.give(list(self._values.values()))
-        self._values = {}
+        values, self._values = self._values, {}
+        Held(self._buffers, values, self._lent).give()

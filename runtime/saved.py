@@ -11,7 +11,7 @@ from zcompile.errors import BackwardError
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.host import HostMemory
 from zcompile.runtime.shards import Contents
-from zcompile.runtime.tape import Tape
+from zcompile.runtime.tape import Kind, Tape
 
 
 class SavedValues:
@@ -20,18 +20,19 @@ class SavedValues:
     Args:
         buffers: where kept ones come from.
         host: where offloaded ones are.
+        kind: of micro-batch, as its forward began.
         tape: of the forward, if it was replayed: all memory is the tape's then.
         contents: what ``shards.contents`` was at the forward; empty: outside of a declared window.
     """
 
-    def __init__(self, buffers: Buffers, host: HostMemory, tape: Tape | None, contents: Contents) -> None:
+    def __init__(self, buffers: Buffers, host: HostMemory, kind: Kind, tape: Tape | None, contents: Contents) -> None:
+        self.kind = kind
         self.tape = tape
         self.contents = contents
         self.values: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
         self.offloaded: dict[str, Tensor] = {}
         if tape is not None:
-            tape.lease(self)
             self.values, self.kept = tape.values, tape.kept
         self.versions: list[int] = []
         self._buffers = buffers

@@ -290,6 +290,10 @@ class ParameterShards:
         """Let go of gradient memory that no ``.grad`` uses, before a forward fills memory with activations."""
         self.gradients.drop()
 
+    def has_gradients(self, names: Iterable[str]) -> bool:
+        """Whether one of these parameters has a ``.grad``."""
+        return self.gradients.any_set(map(self._index.__getitem__, names))
+
     def prepare_gradients(self, names: Iterable[str]) -> None:
         """Let the gradient memory of these parameters exist."""
         self.gradients.prepare([self._index[name] for name in names])

@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -16,14 +15,15 @@ from torch.distributed.tensor import DTensor
 from zcompile import compat
 from zcompile.errors import BackwardError, CaptureError, RankError
 from zcompile.program import InWindow, Port, Program, Runnable, StepProgram
+from zcompile.runtime.accumulator import Accumulator
 from zcompile.runtime.executor import Executor, as_written
-from zcompile.runtime.full import logical
-from zcompile.runtime.holding import Holding
+from zcompile.runtime.holding import Held, Holding
 from zcompile.runtime.leaves import AllLeaves, Leaves
-from zcompile.runtime.ranks.agreement import Agreement, TextSequence
+from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.saved import SavedValues
 from zcompile.runtime.shards import Contents, ParameterShards
-from zcompile.runtime.tape import HELD, Tape, Tapes
+from zcompile.runtime.tape import Kind, Tape
+from zcompile.runtime.tapes import Tapes
 
 
 class StepRunner:
@@ -31,9 +31,8 @@ class StepRunner:
 
     Attributes:
         holding: full parameters between the micro-batches of a declared window.
+        accumulator: takes the gradients of each backward.
         tapes: replays steps; None: every step is issued.
-        local_only: inside ``no_sync``: backwards keep their gradients on this rank.
-        leaves: of the step whose backward runs.
         one_at_a_time: for threads that run steps of the model at once, as the engine locks each leaf.
         saved_bytes: by ``id`` of a step, what its first forward left for its backward, shared storage once.
     """
@@ -45,11 +44,10 @@ class StepRunner:
         self.executor = executor
         self.agreement = agreement
         self.buffer_of = buffer_of
-        self.local_only = False
         self.holding = Holding(executor.buffers, agreement)
+        self.accumulator = Accumulator(executor, agreement, self.holding)
         self.tapes: Tapes | None = None
         self.saved_bytes: dict[int, int] = {}
-        self.leaves: Leaves | None = None
         self.one_at_a_time = threading.RLock()
         self._all_leaves = AllLeaves(shards)
 
@@ -78,23 +76,27 @@ class StepRunner:
         """The output leaves, and what backward needs by name."""
         window = self._in_window(step)
         contents = Contents() if window is None else self.shards.contents(sums=self.holding.looks)
-        kept = {} if window is None else self.holding.take(window.takes, contents)
-        runnable = window.forward if window is not None and kept else step.forward
+        held = Held(self.executor.buffers) if window is None else self.holding.take(window.takes, contents)
+        kind = self._kind(takes=bool(held.values), leaves=window is not None and self._will_leave())
+        runnable = _forward(step, window, kind)
         program = runnable.program
-        self.agreement.event(f"forward ({step.label}{', weights held' * bool(kept)})", runnable.sequence)
-        read = partial(self._read, constants, inputs, kept)
-        tape = self._replayed(step, read, window)
+        self.agreement.event(f"forward ({step.label}{', weights held' * kind.takes})", runnable.sequence)
+        tape = self._replayed(step, kind, window, partial(self._read, constants, inputs, held.values))
         if tape is None:
             slots: list[Any] = [None] * program.num_slots
+            read = partial(self._read, constants, inputs, held.own())
             for port in program.inputs:
                 slots[port.slot] = read(port)
-            kept.clear()
+            del read
             with contextlib.nullcontext() if self.tapes is None else self.tapes.issuing_forward(step):
                 ports, results = program.outputs, self._run(runnable, slots)
         else:
+            held.give()
             ports, results = tape.ends, tape.forward.results
         outputs: list[Any] = [None] * step.num_outputs
-        saved = SavedValues(self.executor.buffers, self.executor.mover.memory, tape, contents)
+        saved = SavedValues(self.executor.buffers, self.executor.mover.memory, kind, tape, contents)
+        if tape is not None and self.tapes is not None:
+            self.tapes.lease(saved)
         copies: dict[int, Tensor] = {}
         for port in ports:
             value = results[port.slot]
@@ -139,35 +141,36 @@ class StepRunner:
         Returns:
             padded gradient shards by parameter, and the gradients of inputs by index.
         """
-        local = self.keeps_local()
-        window = self._in_window(step) if self._leaves() else None
-        backward = self._backward(step, window, local)
+        default = self.accumulator.in_default_mode()
+        window = self._in_window(step) if default and self._will_leave() else None
+        kind = self._kind(takes=saved.kind.takes, leaves=window is not None, default=default)
+        backward = self._backward(step, window, kind)
         program = backward.program
-        held = self.executor.accumulation
-        kind = (", no_sync" if self.local_only else ", within a window") * local
-        kind += ", weights stay" * (window is not None)
-        self.executor.takes_local = self.in_default_mode()  # else they wait for a backward that accumulates
-        self.agreement.event(f"backward ({step.label}{kind})", backward.sequence)
+        text = (", no_sync" if self.accumulator.local_only else ", within a window") * kind.local
+        text += ", weights stay" * kind.leaves
+        self.executor.takes_local = default  # else they wait for a backward that accumulates
+        self.agreement.event(f"backward ({step.label}{text})", backward.sequence)
         saved.check_versions()
-        tape = None if keep or local or held.local or not self.executor.takes_local else saved.tape
-        results: Mapping[int, Any] | Sequence[Any] | None = None
-        if tape is not None:
+        replayed = None
+        if self.tapes is not None and saved.tape is not None and default and not keep:
             with self._told():
-                results = self.tapes.backward(tape, tangents) if self.tapes is not None else None
-        if results is None:
-            measured = None if local else self.tapes
-            with contextlib.nullcontext() if measured is None else measured.issuing_backward(step):
+                replayed = self.tapes.backward(saved.tape, kind, tangents)
+        results: Mapping[int, Any] | Sequence[Any]
+        if replayed is None:
+            with contextlib.nullcontext() if self.tapes is None else self.tapes.issuing_backward(step, kind):
                 results = self._run(backward, self._backward_slots(program, saved, tangents, keep))
             if not keep:
                 saved.give_offloaded()
             if self.shards.hosting.parameters:
                 self.shards.hosting.arrived()
-        if window is not None:
+        else:
+            results = replayed
+        if kind.leaves:
             stay = {port.key: results[port.slot] for port in program.outputs if port.kind == "kept"}
-            self.holding.put(stay, saved.contents)
+            self.holding.put(stay, saved.contents, lent=replayed is not None)
         grads = {name: results[slot] for name, slot in program.grads.items()}
         input_grads = {port.key: results[port.slot] for port in program.outputs if port.kind == "input_grad"}
-        if saved.tape is not None:  # the next replay writes over them
+        if replayed is not None:  # the next replay writes over them
             input_grads = {key: value.clone() for key, value in input_grads.items()}
         return grads, input_grads
 
@@ -188,13 +191,29 @@ class StepRunner:
             saved.values = {}
         return slots
 
-    def _backward(self, step: StepProgram, window: InWindow | None, local: bool) -> Runnable:
+    def _backward(self, step: StepProgram, window: InWindow | None, kind: Kind) -> Runnable:
         """The backward that runs; the first use of one without reductions builds it."""
         assert step.backward is not None
-        if not local:
-            return step.backward if window is None else window.backward
+        if window is None or not kind.leaves:
+            if not kind.local:
+                return step.backward
+            with self._building():
+                return step.local_backward()
+        if not kind.local:
+            return window.backward
         with self._building():
-            return step.local_backward() if window is None else window.local_backward()
+            return window.local_backward()
+
+    def _kind(self, *, takes: bool, leaves: bool, default: bool = True) -> Kind:
+        """The kind of the micro-batch whose forward or backward is next, if nothing comes between them.
+
+        Args:
+            takes: its forward reads what the backward before it left.
+            leaves: its backward leaves full parameters.
+            default: its backward runs in the engine's default mode.
+        """
+        local = default and self.accumulator.stays_local
+        return Kind(takes, leaves, local, sums=bool(self.executor.accumulation.local) and not local)
 
     def _in_window(self, step: StepProgram) -> InWindow | None:
         """What runs in the middle of the declared window, if there is one and full parameters stay in it."""
@@ -208,19 +227,20 @@ class StepRunner:
         with self._told(), as_written(self.executor.buffers.device):
             yield
 
-    def _leaves(self) -> bool:
-        """Inside a backward: whether it is a part of the declared window behind which another forward follows."""
-        return not (self.executor.accumulation.at_last or self.holding) and self.in_default_mode()
+    def _will_leave(self) -> bool:
+        """Whether another forward of the declared window follows the next plain ``backward()``, and nothing is left to it yet."""
+        return not (self.executor.accumulation.at_last or self.holding)
 
-    def _replayed(self, step: StepProgram, read: Callable[[Port], Tensor], window: InWindow | None) -> Tape | None:
+    def _replayed(
+        self, step: StepProgram, kind: Kind, window: InWindow | None, read: Callable[[Port], Tensor]
+    ) -> Tape | None:
         """The tape whose forward was replayed, if the step has one that may be."""
         if self.tapes is None or step.backward is None:
             return None
-        if window is not None:  # what stays for the next micro-batch is in no recording, and ranks hold it alike
-            self.tapes.refuse(HELD)
-            return None
         with self._told():
-            return self.tapes.forward(step, read)
+            return self.tapes.forward(
+                step, kind, lambda: (_forward(step, window, kind), self._backward(step, window, kind)), read
+            )
 
     def _run(self, runnable: Runnable, slots: list[Any]) -> list[Any]:
         with self._told():
@@ -239,97 +259,10 @@ class StepRunner:
             self.agreement.fail(error)
             raise
 
-    def keeps_local(self) -> bool:
-        """Inside a backward: whether its gradients stay on this rank for now."""
-        held = self.executor.accumulation
-        return (self.local_only or (held.defers and not held.at_last)) and self.in_default_mode()
 
-    def in_default_mode(self) -> bool:
-        """Inside a backward: whether the engine runs every accumulation, as a plain ``backward()`` does."""
-        assert self.leaves is not None
-        return self.leaves.all_run()
-
-    def accumulate(self, step: StepProgram, grads: dict[str, Tensor]) -> dict[str, Any]:
-        """Put gradients where they belong; returns those that the engine must handle, by parameter."""
-        held = self.executor.accumulation
-        trains = compat.requires_grad(self.shards.parameters_of(grads))
-        if not all(trains):  # frozen since the forward: the engine gives leaves that do not require grad nothing
-            grads = dict(compress(grads.items(), trains))
-        if self.keeps_local():
-            for name, value in grads.items():
-                held.add_local(name, value)
-            held.advance(reduces=False)
-            return self._for_hooks(step, list(grads))
-        if not self.in_default_mode():
-            return {name: self._fresh(name, value) for name, value in grads.items()}
-        hooked = set(compress(grads, compat.tensor_hooks(self.shards.parameters_of(grads))))
-        if held.local:
-            self.agreement.event(f"reduction of local gradients ({step.label})", TextSequence.of(*held.local))
-            for name, value in self.executor.reduce_local(list(held.local), "reduction"):
-                grads[name] = grads[name] + value if name in grads else value
-        grads = self._through_window(grads)
-        returned = {name: self._fresh(name, value) for name, value in grads.items() if name in hooked} if hooked else {}
-        self._accumulate({name: value for name, value in grads.items() if name not in hooked} if hooked else grads)
-        return returned
-
-    def _accumulate(self, grads: Mapping[str, Tensor]) -> None:
-        self.shards.accumulate_many(list(grads), list(grads.values()))
-
-    def _for_hooks(self, step: StepProgram, names: list[str]) -> dict[str, Any]:
-        """Local gradients of the parameters that have hooks, reduced: a hook is called in every backward, with a gradient."""
-        parameters = self.shards.parameters_of(names)
-        hooks = zip(names, compat.tensor_hooks(parameters), map(compat.accumulation_hooks, parameters), strict=True)
-        hooked = [name for name, before, after in hooks if before or after]
-        if not hooked:
-            return {}
-        self.agreement.event(f"reduction of gradients with hooks ({step.label})", TextSequence.of(*hooked))
-        reduced = self.executor.reduce_local(hooked, "reduction")
-        return {name: self._fresh(name, value) for name, value in reduced}
-
-    def _through_window(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients that are complete: all but those that are added up over the window, and these when it ends."""
-        held = self.executor.accumulation
-        ends = held.at_last
-        held.advance(reduces=True)
-        if ends:
-            self.holding.end()
-        if held.dtype is None:
-            return grads
-        if ends:
-            complete = {name: held.take_reduced(name, value) for name, value in grads.items()}
-            return complete | self._take_reduced()
-        complete = {}
-        for name, value in grads.items():
-            if held.holds_back(self.shards.specs[name].dtype):
-                held.add_reduced(name, value)
-            else:
-                complete[name] = value
-        return complete
-
-    def _take_reduced(self) -> dict[str, Tensor]:
-        """The gradients that were added up over a window; nothing is held any more."""
-        held = self.executor.accumulation
-        names = [name for name in self.shards.specs if name in held.reduced]
-        return {name: held.reduced.pop(name) for name in names}
-
-    def finish_window(self) -> None:
-        """Reduce local gradients now, put all that was added up into ``.grad``, and begin a window. Collective."""
-        held = self.executor.accumulation
-        self.agreement.event("sync_gradients", TextSequence.of(*held.names()))
-        local = self.executor.reduce_local(list(held.local), "sync_gradients")
-        self._accumulate({name: held.take_reduced(name, value) for name, value in local} | self._take_reduced())
-        self.begin_window()
-
-    def begin_window(self) -> None:
-        """Forget what earlier backward calls left: a declared window begins."""
-        self.executor.accumulation.clear()
-        self.holding.end()
-
-    def _fresh(self, name: str, padded: Tensor) -> Tensor:
-        """A gradient of its own memory, placed as its parameter is."""
-        spec = self.shards.specs[name]
-        own = logical(spec, padded, self.shards.mesh.rank).to(self.shards.hosting.home, copy=True)
-        return self.shards.as_seen(spec, own)
+def _forward(step: StepProgram, window: InWindow | None, kind: Kind) -> Runnable:
+    """The forward that runs."""
+    return window.forward if window is not None and kind.takes else step.forward
 
 
 def _write_input(inputs: Sequence[Tensor], index: int, value: Tensor) -> None:
@@ -392,8 +325,8 @@ class _Step(torch.autograd.Function):
                 given[index] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 given[index].zero_() if tangent is None else given[index].copy_(tangent)
         with ctx.runner.one_at_a_time:
-            ctx.runner.leaves = ctx.leaves
+            ctx.runner.accumulator.leaves = ctx.leaves
             grads, input_grads = ctx.runner.run_backward(step, saved, given, keep)
             with ctx.runner.shards.explaining_memory():
-                ctx.handed = ctx.leaves.hand(ctx.runner.accumulate(step, grads))
+                ctx.handed = ctx.leaves.hand(ctx.runner.accumulator.accumulate(step.label, grads))
         return (None, None, None, None, None, *map(input_grads.get, range(ctx.num_inputs)))

@@ -1,43 +1,19 @@
-"""A step on fixed memory: its forward and backward are recorded once and replayed, so the host issues each as a whole."""
+"""A micro-batch on fixed memory: its forward and backward are recorded once and replayed, so the host issues each as a whole."""
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zcompile.errors import RankError
-from zcompile.program import Port, Program, Runnable, Start, StepProgram, Transfer
+from zcompile import compat
+from zcompile.program import Port, Program, Runnable, Start, StepProgram
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Chunks
-from zcompile.runtime.pace import Pace
 from zcompile.runtime.recorder import Recorder, Recording
-
-#: steps that run before one is recorded: they compile kernels, and allocate what a recording may not
-WARM_STEPS = 2
-
-#: recordings of one model: what makes another one necessary will go on
-MAX_RECORDINGS = 3
-
-#: why a step is not replayed that follows one whose memory is needed
-IN_USE = (
-    "gradients or values of an earlier step are in use at the forward; call zero_grad() before it, and backward() once for each "
-    "forward"
-)
-
-#: why a step is not replayed that would not be faster
-DEVICE_BOUND = "the host issues it faster than the device runs it"
-
-#: why a step is not replayed that moves values to the host
-MOVES = "activations of it are offloaded"
-
-#: why a step is not replayed whose full parameters outlive it
-HELD = "weights stay gathered over a declared window"
 
 #: what a forward leaves for its backward
 _LEFT = ("saved", "kept")
@@ -46,8 +22,31 @@ _LEFT = ("saved", "kept")
 Read = Callable[[Port], Tensor]
 
 
-class _Recorded:
+class Kind(NamedTuple):
+    """What sets the micro-batches of one step apart: which programs they run, and which gradients these find.
+
+    Attributes:
+        takes: forward reads full parameters that the backward before it left.
+        leaves: backward leaves full parameters to the next forward.
+        local: backward keeps its gradients on this rank.
+        sums: reductions of backward take along gradients that earlier ones kept on this rank.
+    """
+
+    takes: bool = False
+    leaves: bool = False
+    local: bool = False
+    sums: bool = False
+
+
+class Recorded:
     """One recorded program.
+
+    Args:
+        recorder: makes the recording.
+        runnable: what to record.
+        slots: its slot table, filled in.
+        copied: ports whose values are copied to where ``slots`` has them before each replay.
+        run: runs it; returns the slot table.
 
     Attributes:
         owned: by slot, what it returned, until that may go.
@@ -79,243 +78,156 @@ class _Recorded:
     def replay(self, read: Read) -> None:
         """Run on new values of what is copied."""
         for port, place in self._copied:
-            place.copy_(read(port), non_blocking=True)
+            value = read(port)
+            if value.data_ptr() != place.data_ptr():
+                place.copy_(value, non_blocking=True)
         self._recording.replay()
 
 
 class Tape:
-    """The recorded forward and backward of one step.
+    """The recorded forward and backward of one kind of micro-batch.
 
-    The memory of a recording is used again by the next and by the next replay, so a forward may be replayed only when nobody
-    needs what the last one left: its saved values (``lease``) and the gradients of its backward.
+    All tapes of a model lie in the same memory: what one leaves is overwritten by the next replay of any.
 
     Attributes:
-        values: what the forward leaves for a backward, by name.
+        kind: what it was recorded for.
+        values: what the forward leaves for its backward, by name.
         kept: of that, gathered parameters.
         ends: the forward's other results.
-    """
-
-    def __init__(self, step: StepProgram, forward: _Recorded, backward: _Recorded, chunks: Chunks) -> None:
-        self.step = step
-        self.forward = forward
-        self.backward = backward
-        self.chunks = chunks
-        ports = step.forward.program.outputs
-        self.values = {port.key: forward.results[port.slot] for port in _ports(ports, "saved")}
-        self.kept = {port.key: forward.results[port.slot] for port in _ports(ports, "kept")}
-        self.ends = [port for port in ports if port.kind not in _LEFT]
-        self._lease: weakref.ref[Any] = weakref.ref(self)
-
-    def lease(self, holder: Any) -> None:
-        """Say who uses the saved values, for as long as it lives."""
-        self._lease = weakref.ref(holder)
-
-    def is_free(self) -> bool:
-        """Whether nobody needs what the last replay left."""
-        holder = self._lease()
-        return (holder is None or holder is self) and (self.chunks.stay or not self.chunks.are_held())
-
-
-class Tapes:
-    """Decides when a model's steps are recorded and replayed.
-
-    One signature at a time has a tape: the first that ran ``WARM_STEPS`` times. What is not replayed runs as it is issued, with
-    the same results, and the ranks need not do alike: the same collectives start in the same order.
-
-    Args:
-        executor: runs what is recorded.
-        make: makes a recorder for each tape.
-        say: told once why steps are not replayed.
-        pace: says whether it is worth it; None: it is.
-
-    Attributes:
-        replays: steps whose forward was replayed.
-        reason: why the latest step was not; empty when it was.
-        hidden_bytes: memory of the recordings that the allocator counts as free.
-        paused: why no step is replayed for now; empty: they are.
+        chunks: where the backward writes gradients; None: they come in memory of its own, to be added or moved from there.
+        sums: the local gradients that its reductions take along, by parameter.
     """
 
     def __init__(
-        self, executor: Executor, make: Callable[[], Recorder], say: Callable[[str], None], pace: Pace | None = None
+        self,
+        step: StepProgram,
+        kind: Kind,
+        forward: Recorded,
+        backward: Recorded,
+        chunks: Chunks | None,
+        sums: Mapping[str, Tensor],
+        outputs: Sequence[Port],
     ) -> None:
-        self.replays = 0
-        self.reason = ""
-        self.hidden_bytes = 0
-        self.paused = ""
+        self.step = step
+        self.kind = kind
+        self.forward = forward
+        self.backward = backward
+        self.chunks = chunks
+        self.sums = sums
+        self.values = {port.key: forward.results[port.slot] for port in ports(outputs, "saved")}
+        self.kept = {port.key: forward.results[port.slot] for port in ports(outputs, "kept")}
+        self.ends = [port for port in outputs if port.kind not in _LEFT]
+
+
+class Taping:
+    """Records the tapes of one model.
+
+    Args:
+        executor: runs what is recorded.
+        recorder: of all tapes.
+
+    Attributes:
+        places: where full parameters lie from a backward to the next forward, by name; not used for anything else.
+        chunks: where backwards write gradients; None: none did yet.
+    """
+
+    def __init__(self, executor: Executor, recorder: Recorder) -> None:
+        self.places: dict[str, Tensor] = {}
+        self.chunks: Chunks | None = None
         self._executor = executor
-        self._make = make
-        self._say = say
-        self._pace = pace
-        self._said: set[str] = set()
-        self._warm: dict[int, int] = {}
-        self._tape: Tape | None = None
-        self._recorder: Recorder | None = None
-        self._recordings = 0
-        self._over = ""
-        executor.collectives.let_go = self.close
+        self._recorder = recorder
 
-    # Forward. ---------------------------------------------------------------------------------------------------------
+    def record(
+        self, step: StepProgram, kind: Kind, programs: tuple[Runnable, Runnable], read: Read, *, adds: bool
+    ) -> Tape:
+        """Record a micro-batch.
 
-    def issuing_forward(self, step: StepProgram) -> contextlib.AbstractContextManager[None]:
-        """The body issues a step's forward."""
-        pace = None if self._over or step.backward is None else self._pace
-        return contextlib.nullcontext() if pace is None else pace.forward()
+        Args:
+            step: that it belongs to.
+            kind: of micro-batch.
+            programs: its forward and backward.
+            read: gives values that the forward reads.
+            adds: gradients are there or held by somebody, so that reduced ones need memory of their own.
 
-    @contextlib.contextmanager
-    def issuing_backward(self, step: StepProgram) -> Iterator[None]:
-        """The body issues a step's backward, reductions and all."""
-        pace = None if self._over else self._pace
-        with contextlib.nullcontext() if pace is None else pace.backward():
-            yield
-        self._warm[id(step)] = self._warm.get(id(step), 0) + 1
-
-    def refuse(self, reason: str) -> None:
-        """Say why the latest step is not replayed."""
-        self.reason = reason
-        self._tell(reason)
-
-    def forward(self, step: StepProgram, read: Read) -> Tape | None:
-        """Replay a step's forward, which is recorded first if it is time to; None: it is to be issued."""
-        self.reason = self._problem(step, read)
-        if not self.reason and self._tape is None:
-            self._record(step, read)
-        if self.reason:
-            if self._recordings or self._warm.get(id(step), 0) >= WARM_STEPS:
-                self._tell(self.reason)
-            return None
-        tape = self._tape
-        assert tape is not None
-        self.replays += 1
-        with self._executor.collectives.replaying(tape.forward.num_collectives, f"forward ({step.label}), replayed"):
-            tape.forward.replay(read)
-        return tape
-
-    def _problem(self, step: StepProgram, read: Read) -> str:
-        if self.paused:
-            return self.paused
-        tape = self._tape
-        if tape is not None and tape.step is step and not tape.forward.holds(read):
-            if not tape.is_free():
-                return IN_USE
-            self.close()
-            tape = None
-        if tape is None:
-            if self._over:
-                return self._over
-            if any(type(ins) is Transfer for ins in step.forward.program.instructions):
-                return MOVES
-            if self._recordings == MAX_RECORDINGS:
-                return "buffers were replaced too often"
-            if self._pace is not None:
-                if not self._pace.is_host_bound():
-                    self._over = DEVICE_BOUND if self._pace.is_over else ""
-                    return DEVICE_BOUND
-                self._pace = None
-            if self._warm.get(id(step), 0) < WARM_STEPS:
-                return "it is not warm yet"
-            shards = self._executor.shards
-            if any(shards.parameter(name).grad is not None for name in step.trainable):
-                return IN_USE
-            return _unfit(step.forward.program, read, self._executor.buffers.device)
-        if tape.step is not step:
-            return "another signature is recorded"
-        return "" if tape.is_free() else IN_USE
-
-    # Recording. -------------------------------------------------------------------------------------------------------
-
-    def _record(self, step: StepProgram, read: Read) -> None:
-        self._recordings += 1
-        recorder = self._recorder = self._make()
-        try:
-            with self._executor.recording():
-                self._tape = self._recorded(recorder, step, read)
-        except RankError:
-            raise
-        except RuntimeError as error:
-            self.close()
-            first = (str(error) or type(error).__name__).splitlines()[0]
-            self.reason = self._over = f"the device cannot record it: {first}"
-            return
-        self.hidden_bytes = recorder.hidden_bytes()
-
-    def _recorded(self, recorder: Recorder, step: StepProgram, read: Read) -> Tape:
-        executor, backward = self._executor, step.backward
-        assert backward is not None
+        Raises:
+            RuntimeError: the device does something that cannot be recorded.
+        """
+        executor, (first, second) = self._executor, programs
+        shards = executor.shards
+        sums = dict(executor.accumulation.local) if kind.sums else {}
+        apart = adds or kind.local
+        taken: list[str] = []
+        if not apart and self.chunks is not None:
+            shards.gradients.wake(self.chunks)
 
         def run(runnable: Runnable, values: list[Any]) -> list[Any]:
             return executor.run(runnable.program, runnable.bodies, values)
 
         def run_backward(runnable: Runnable, values: list[Any]) -> list[Any]:
-            values = run(runnable, values)
-            executor.shards.prepare_gradients(step.trainable)
+            with executor.reducing(sums, apart=apart) as left:
+                values = run(runnable, values)
+            taken[:] = [name for name in sums if name not in left]
+            if not apart:
+                shards.prepare_gradients(step.trainable)
+            self._settle(values, ports(runnable.program.outputs, "kept"))
             return values
 
-        inputs = _ports(step.forward.program.inputs, "input")
-        values: list[Any] = [None] * step.forward.program.num_slots
-        for port in step.forward.program.inputs:
-            values[port.slot] = _fresh(read(port)) if port in inputs else read(port)
-        forward = _Recorded(recorder, step.forward, values, inputs, run)
-        outputs = step.forward.program.outputs
+        copied = [port for port in first.program.inputs if port.kind in ("input", "kept")]
+        values: list[Any] = [None] * first.program.num_slots
+        for port in first.program.inputs:
+            if port.kind == "kept":
+                values[port.slot] = self.places[port.key]
+            else:
+                values[port.slot] = _fresh(read(port)) if port.kind == "input" else read(port)
+        forward = Recorded(self._recorder, first, values, copied, run)
+        del values
+        taken_over = self._handed_over(step, forward, programs)
+        forward.owned = []  # so that the backward's own memory may lie where they lay, once it has read them
+        backward = Recorded(self._recorder, second, taken_over, ports(second.program.inputs, "tangent"), run_backward)
+        for port in ports(second.program.outputs, "kept"):
+            backward.results[port.slot] = self.places[port.key]
+        backward.owned = []
+        if not apart:
+            self.chunks = shards.gradients.snapshot()
+        chunks = None if apart else self.chunks
+        return Tape(step, kind, forward, backward, chunks, {n: sums[n] for n in taken}, first.program.outputs)
+
+    def _handed_over(self, step: StepProgram, forward: Recorded, programs: tuple[Runnable, Runnable]) -> list[Any]:
+        """The slot table of a backward, with what its forward leaves."""
+        outputs, program = programs[0].program.outputs, programs[1].program
         left = {(port.kind, port.key): forward.owned[port.slot] for port in outputs if port.kind in _LEFT}
-        ends = {port.key: forward.results[port.slot] for port in _ports(outputs, "output")}
-        taken: list[Any] = [None] * backward.program.num_slots
-        for port in backward.program.inputs:
+        ends = {port.key: forward.results[port.slot] for port in ports(outputs, "output")}
+        slots: list[Any] = [None] * program.num_slots
+        for port in program.inputs:
             if port.kind == "param":
-                taken[port.slot] = executor.shards.local(port.key)
+                slots[port.slot] = self._executor.shards.local(port.key)
             elif port.kind == "tangent":
                 end, strides = ends[port.key], step.tangents[port.key]
-                taken[port.slot] = torch.empty_strided(end.shape, strides, dtype=end.dtype, device=end.device).zero_()
+                slots[port.slot] = torch.empty_strided(end.shape, strides, dtype=end.dtype, device=end.device).zero_()
             else:
-                taken[port.slot] = left[port.kind, port.key]
-        forward.owned = []
-        left.clear()  # so that the backward's own memory may lie where they lay, once it has read them
-        recorded = _Recorded(recorder, backward, taken, _ports(backward.program.inputs, "tangent"), run_backward)
-        recorded.owned = []
-        return Tape(step, forward, recorded, executor.shards.gradients.snapshot())
+                slots[port.slot] = left[port.kind, port.key]
+        return slots
 
-    # Backward. --------------------------------------------------------------------------------------------------------
-
-    def backward(self, tape: Tape, tangents: Sequence[Any]) -> Mapping[int, Tensor] | None:
-        """Replay a tape's backward, whose results come by slot; None, and it is to be issued, where gradients are there.
-
-        Args:
-            tape: of the forward.
-            tangents: by output index.
-        """
-        if tape is not self._tape or not self._executor.shards.gradients.wake(tape.chunks):
-            self._tell("gradients exist at the backward; call zero_grad() before it")
-            return None
-        label = f"backward ({tape.step.label}), replayed"
-        with self._executor.collectives.replaying(tape.backward.num_collectives, label):
-            tape.backward.replay(lambda port: tangents[port.key])
-        return tape.backward.results
-
-    # Ending. ----------------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Give the recordings back. Harmless when called twice."""
-        self._tape = None
-        self.hidden_bytes = 0
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.close()
-
-    def _tell(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            self._say(reason)
+    def _settle(self, values: list[Any], left: Sequence[Port]) -> None:
+        """Let what a backward leaves to the next forward lie in its places: those of the first backward that leaves it."""
+        moves: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for port in left:
+            value, place = values[port.slot], self.places.setdefault(port.key, values[port.slot])
+            values[port.slot] = place
+            if value.data_ptr() != place.data_ptr():
+                moves[0].append(place)
+                moves[1].append(value)
+        if moves[0]:
+            # a backward that gathers again may have gathered into what the forward found in another's place
+            compat.foreach_copy(moves[0], [value.clone() for value in moves[1]])
 
 
-def _ports(ports: Sequence[Port], kind: str) -> list[Port]:
-    return [port for port in ports if port.kind == kind]
+def ports(found: Iterable[Port], kind: str) -> list[Port]:
+    """Those of one kind."""
+    return [port for port in found if port.kind == kind]
 
 
-def _fresh(tensor: Tensor) -> Tensor:
-    """The same values and strides in other memory."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _unfit(program: Program, read: Read, device: torch.device) -> str:
+def unfit(program: Program, read: Read, device: torch.device) -> str:
     """Why a program's inputs cannot be put into memory of our own; empty if they can."""
     for port in program.inputs:
         value = read(port)
@@ -324,3 +236,8 @@ def _unfit(program: Program, read: Read, device: torch.device) -> str:
         if port.kind == "input" and any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
             return f"{port.kind} {port.key} is expanded"
     return ""
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """The same values and strides in other memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -44,7 +44,7 @@ from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.recorder import CudaRecorder
 from zcompile.runtime.shards import ParameterShards
 from zcompile.runtime.step import StepRunner
-from zcompile.runtime.tape import Tapes
+from zcompile.runtime.tapes import Tapes
 from zcompile.session import Session, buffer_reader
 
 log = logging.getLogger("zcompile")

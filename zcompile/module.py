@@ -233,24 +233,24 @@ class CompiledModule(nn.Module):
 
         ``sync_gradients`` reduces it without another backward; an optimizer step before either is an error.
         """
-        runner = self._session.runner
-        before, runner.local_only = runner.local_only, True
+        accumulator = self._session.runner.accumulator
+        before, accumulator.local_only = accumulator.local_only, True
         try:
             yield
         finally:
-            runner.local_only = before
+            accumulator.local_only = before
 
     def sync_gradients(self) -> None:
         """Complete ``.grad`` now: reduce what backwards inside ``no_sync`` or of an unfinished window left. Collective.
 
         For the last, shorter window of an epoch. The next backward begins a window.
         """
-        self._session.runner.finish_window()
+        self._session.runner.accumulator.finish_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are not in ``.grad`` yet are dropped too, and a declared window begins anew."""
         super().zero_grad(set_to_none)
-        self._session.runner.begin_window()
+        self._session.runner.accumulator.begin_window()
 
     # Full parameters. -------------------------------------------------------------------------------------------------
 

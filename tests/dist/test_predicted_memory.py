@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +101,11 @@ def test_padded_tied_frozen_unused_and_replicated_parameters(ranks: Pools, stage
 def added_locally(accumulation: Accumulation) -> list[int]:
     """For each backward to come that keeps gradients on its rank, the bytes of sums and of its own when it has added the last."""
     found: list[int] = []
-    own: dict[str, weakref.ref[torch.Tensor]] = {}
     plain = accumulation.add_local
 
-    def add_local(name: str, value: torch.Tensor) -> None:
-        if name in own or not found:
-            own.clear()
-            found.append(0)
-        own[name] = weakref.ref(value)
-        plain(name, value)
-        found[-1] = accumulation.num_bytes + sum(known.nbytes for each in own.values() if (known := each()) is not None)
+    def add_local(values: Mapping[str, torch.Tensor]) -> None:
+        plain(values)
+        found.append(accumulation.num_bytes + sum(value.nbytes for value in values.values()))
 
     accumulation.add_local = add_local  # type: ignore[method-assign]
     return found

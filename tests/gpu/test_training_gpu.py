@@ -25,6 +25,8 @@ PAUSE = 0.2
 STAGES = {1: (0, 3), 2: (0, 1, 2, 3)}
 PEERS = ["stage:3:fp32:peers", "stage:3:bf16:peers", "stage:1:bf16:peers"]
 GRAPHS = {1: ["stage:3:bf16:graphs"], 2: ["stage:3:fp32:graphs", "stage:0:bf16:graphs", "stage:3:bf16:peers+graphs"]}
+WINDOWS = {1: ["window:3:graphs", "window:3:graphs+local"]}
+WINDOWS[2] = ["window:0:graphs", "window:1:graphs", "window:2:graphs+local", *WINDOWS[1]]
 PROFILES = {1: ["profile", "profile:graphs"], 2: ["profile", "profile:peers+graphs"]}
 
 
@@ -42,6 +44,7 @@ def jobs(world_size: int) -> list[str]:
         "fsdp2:bf16",
         *training_jobs(world_size),
         *others,
+        *WINDOWS[world_size],
         *PROFILES[world_size],
         "asking",
         "closed",
@@ -132,6 +135,15 @@ def test_replayed_steps_train_as_issued_ones(results: Results, world_size: int, 
     assert (replayed["replays"], issued["replays"]) == (len(replayed["losses"]) - 2, 0)
     tolerance = 1e-6 if "fp32" in job else 1e-4  # attention's backward adds up in another order in each run
     assert replayed["losses"] == pytest.approx(issued["losses"], rel=tolerance)
+
+
+@worlds("job", WINDOWS.__getitem__)
+def test_windows_are_replayed(results: Results, world_size: int, job: str) -> None:
+    """Every kind of micro-batch in its third window, and as issued ones."""
+    replayed, issued = (results.of(world_size, name) for name in (job, job[: len("window:3")]))
+    total = 4 * len(replayed["losses"])
+    assert total - 8 <= replayed["replays"] <= total - 2 and issued["replays"] == 0
+    assert replayed["losses"] == pytest.approx(issued["losses"], rel=1e-6 if "local" not in job else 5e-5)
 
 
 @worlds("job", lambda w: ["asking"])

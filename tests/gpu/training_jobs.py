@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -28,6 +29,9 @@ from tests.gpu.trainees import (
     train,
 )
 from zcompile.runtime import collectives
+
+#: of a window
+MICRO_BATCHES = 4
 
 
 def plain(device: torch.device, backend: str) -> dict[str, Any]:
@@ -82,26 +86,32 @@ def stage(device: torch.device, backend: str, number: str, precision: str, way: 
     }
 
 
-def window(device: torch.device, backend: str, number: str) -> dict[str, Any]:
-    """The same training in windows of two micro-batches, over which weights stay gathered."""
-    model, optimizer = compiled(SMALL, device, backend, int(number), None, gradient_accumulation_steps=2)
+def window(device: torch.device, backend: str, number: str, way: str = "") -> dict[str, Any]:
+    """The same training in windows of micro-batches: declared ones, over which weights stay gathered, or such of ``no_sync``."""
+    steps = 1 if "local" in way else MICRO_BATCHES
+    model, optimizer = compiled(
+        SMALL, device, backend, int(number), None, gradient_accumulation_steps=steps, cuda_graphs="graphs" in way
+    )
     losses = []
     for step in range(STEPS):
         tokens, labels = data(SMALL, step, HERE, device)
-        halves = []
-        for half in zip(tokens.chunk(2), labels.chunk(2), strict=True):
-            loss = model(*half)["loss"] / 2
-            loss.backward()
-            halves.append(loss.detach())
+        parts = []
+        for part in zip(tokens.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True):
+            stays = "local" in way and len(parts) < MICRO_BATCHES - 1
+            with model.no_sync() if stays else contextlib.nullcontext():
+                loss = model(*part)["loss"] / MICRO_BATCHES
+                loss.backward()
+            parts.append(loss.detach())
         model.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(sum(halves))
+        losses.append(sum(parts))
     report = model.report()
     zcompile.unwrap(model)
     return {
         "losses": mean(torch.stack(losses).tolist(), device),
         "gathered_live_bytes": report.gathered_live_bytes,
+        "replays": report.replays,
     }
 
 

@@ -27,9 +27,6 @@ MOST = 6
 WORTH = 0.01
 WORTH_MEMORY = 0.05
 
-#: weights go after each micro-batch of a window: a step that holds none may be replayed
-HOLDS_NOTHING = "hold{units=0 first=0}"
-
 #: what may go to the host, that which costs least first
 OFFLOADS = ("activations", "optimizer", "activations+optimizer+parameters")
 
@@ -98,8 +95,6 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         if stage != config.stage and plan.world_size > 1 and (not plan.fits) <= (stage > config.stage):
             yield f"stage {stage}", {"stage": stage}
     if plan.fits:
-        if plan.window is not None:
-            yield from _policies(plan, f"{HOLDS_NOTHING},{plan.traced.config.policy}")
         yield from _policies(
             plan, "keep{units=2},prefetch{lookahead=2}", "bucket{mib=0},prefetch", "prefetch{lookahead=2}"
         )

@@ -145,8 +145,7 @@ def simulate(
     jobs = step_jobs(step, costs, world_size, optimizer=optimizer, offloading=offloading, micro_batch=micro_batch)
     issued = timeline(jobs)
     moves = offloading is not None and offloading.moves_in_steps
-    may = micro_batch is None or micro_batch.can_replay
-    if cuda_graphs is False or moves or not (may and can_replay(step, hardware)):
+    if cuda_graphs is False or moves or not can_replay(step, hardware):
         return issued
     if cuda_graphs is None and issued.bounds.host_us < HOST_BOUND * issued.step_us:
         return issued

@@ -129,16 +129,6 @@ class MicroBatch:
         window = self.window
         return self.adds and window is not None and not window.defers and not window.wide_bytes(param)
 
-    @property
-    def can_replay(self) -> bool:
-        """Whether forward and backward may be replayed: what stays for others, and gradients that are there, are in no recording."""
-        return self.window is None or not (self.adds or self.window.defers or self._hands_on)
-
-    @property
-    def _hands_on(self) -> bool:
-        backward = self.step.backward
-        return backward is not None and any(isinstance(role, Kept) for _, role in backward.outputs)
-
 
 def micro_batches(step: Step, window: Window | None) -> list[MicroBatch]:
     """What runs from one update to the next, those that run alike once.
