@@ -118,7 +118,8 @@ def measure(
     ms = statistics.median(times)
     row: dict[str, Any] = {"system": name, "window_ms": round(ms, 2), "micro_batch_ms": round(ms / micro_batches, 2)}
     if on_gpu:
-        outside = trainee.facts().get("peer_gib", 0.0)  # what copy engines exchange through, which torch does not see
+        facts = trainee.facts()  # what torch does not see: exchange of the copy engines, memory of recordings
+        outside = facts.get("peer_gib", 0.0) + facts.get("recorded_gib", 0.0)
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB + outside, 2)
     if name.startswith("zc"):
         row["gathered"] = gathered

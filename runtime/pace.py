@@ -18,6 +18,21 @@ IN_A_ROW = 3
 STEPS = 20
 
 
+class _Measured:
+    """One step: events of the device around it, and what the host took to issue it."""
+
+    def __init__(self, first: Any) -> None:
+        self.first = first
+        self.last: Any = None
+        self.behind = False
+        self.host_ms = 0.0
+
+    def waited_for_the_host(self) -> bool:
+        """Whether it did, and ended when another step has been issued: else the device is behind the host."""
+        done = not self.behind and self.last.query()
+        return done and self.host_ms >= HOST_BOUND * self.first.elapsed_time(self.last)
+
+
 class Pace:
     """Measures the first steps that a model issues.
 
@@ -27,10 +42,8 @@ class Pace:
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self._event = event
-        self._first: Any = None
-        self._last: Any = None
-        self._behind = False
-        self._host_ms = 0.0
+        self._latest: _Measured | None = None
+        self._before: _Measured | None = None
         self._steps = 0
         self._slow = 0
 
@@ -42,37 +55,44 @@ class Pace:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """The body issues a forward."""
-        self._host_ms, self._first, self._last = 0.0, self._event(), None
-        self._first.record()
-        with self._issuing():
+        step = self._latest = _Measured(self._event())
+        step.first.record()
+        with self._issuing(step):
             yield
         # with so much left of what came before, such as states that stream through it, it is the host that waits, for room in its
         # queue
-        self._behind = not self._first.query()
+        step.behind = not step.first.query()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """The body issues the backward of the latest forward."""
-        with self._issuing():
+        step = self._latest
+        if step is None:
             yield
-        if self._first is not None:
-            self._last = self._event()
-            self._last.record()
+            return
+        with self._issuing(step):
+            yield
+        step.last = self._event()
+        step.last.record()
 
     @contextlib.contextmanager
-    def _issuing(self) -> Iterator[None]:
+    def _issuing(self, step: _Measured) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self._host_ms += (time.perf_counter() - begin) * 1e3
+        step.host_ms += (time.perf_counter() - begin) * 1e3
 
     def is_host_bound(self) -> bool:
-        """Whether the latest steps waited for the host. Asked before each forward; never waits for the device."""
-        if self._last is None:
+        """Whether the latest steps waited for the host. Asked before each forward; never waits for the device.
+
+        A step counts one step later: the forward of the next micro-batch comes right behind a backward, whose last kernels run then
+        however slow the host is.
+        """
+        step, self._latest = self._latest, None
+        if step is None or step.last is None:
+            return False
+        step, self._before = self._before, step
+        if step is None:
             return False
         self._steps += 1
-        # a device that is not done with the step when the next one begins is behind the host
-        done = not self._behind and self._last.query()
-        slow = done and self._host_ms >= HOST_BOUND * self._first.elapsed_time(self._last)
-        self._slow = self._slow + 1 if slow else 0
-        self._first = self._last = None
+        self._slow = self._slow + 1 if step.waited_for_the_host() else 0
         return self._slow >= IN_A_ROW

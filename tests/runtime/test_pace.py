@@ -31,10 +31,11 @@ class Clock:
 
         return Event()
 
-    def step(self, pace: Pace, host: float, device: float, after: float = 0.0, update: float = 0.0) -> bool:
+    def step(self, pace: Pace, host: float, device: float, after: float = 0.0, update: float = 0.0, tail: float = 0.0) -> bool:
         """A step of ``host`` seconds to issue and ``device`` to run, and what the loop does after it.
 
-        The device runs an update of so many seconds then; the host issues no more than 0.1 seconds ahead of it.
+        The device runs an update of so many seconds then; the host issues no more than 0.1 seconds ahead of it. The last kernels of
+        the backward end ``tail`` seconds after it is issued, at least.
         """
         with pace.forward():
             self.now = max(self.now + host / 3, self.device - 0.1)
@@ -42,7 +43,7 @@ class Clock:
         self.now += 0.001  # the loss
         with pace.backward():
             self.now += host * 2 / 3
-            self.device = max(self.device, self.now - host / 3) + device * 2 / 3
+            self.device = max(self.device, self.now + tail, max(self.device, self.now - host / 3) + device * 2 / 3)
         self.now += after
         self.device = max(self.device, self.now) + update
         return pace.is_host_bound()
@@ -66,8 +67,15 @@ def test_who_waits_for_whom(
     clock = Clock(monkeypatch)
     pace = Pace(clock.event)
     assert not pace.is_host_bound(), "nothing was measured"
-    answers = [clock.step(pace, host, device, after, update) for _ in range(IN_A_ROW + 2)]
-    assert answers == [False] * (IN_A_ROW - 1) + [is_slow] * 3
+    answers = [clock.step(pace, host, device, after, update) for _ in range(IN_A_ROW + 3)]
+    assert answers == [False] * IN_A_ROW + [is_slow] * 3
+
+
+def test_the_end_of_a_backward_runs_when_the_next_forward_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As within a window: nothing lies between them for which the host would wait."""
+    clock = Clock(monkeypatch)
+    pace = Pace(clock.event)
+    assert [clock.step(pace, 0.030, 0.010, tail=0.0002) for _ in range(IN_A_ROW + 2)][-2:] == [True, True]
 
 
 def test_one_slow_step_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
