@@ -3,6 +3,7 @@
 A collective's kernel takes multiprocessors away from the computation that it runs beside, and is slowed down by it. Measured
 on two H200 (116 MiB of bf16, nine tensors, beside matmuls): NCCL's all-gather takes 436 us and costs the matmuls 103 us, this
 one 221 and 21; NCCL's float32 reduce-scatter of the same gradients takes 751 and costs 149, the copies of this one 208 and 64.
+What each rank does on its own device, casting and averaging, is what remains (`benchmarks/exchange.py`).
 """
 
 from __future__ import annotations
@@ -137,10 +138,10 @@ class _Lane:
 class PeerCopies:
     """All-gathers and reduce-scatters that are copies between the ranks' memories.
 
-    All-gather: every rank stages its shards (cast on the way, if need be) in shared memory, and each fetches everybody's.
-    Reduce-scatter: every rank puts its parts of the others' gradients into their memory, and each averages what it has got, in
-    the order of ranks and in float32 or wider: what travels may be narrower than the result. Every rank issues the same
-    collectives of the same sizes in the same order. Results have the same bits in repeated runs.
+    All-gather: every rank puts its shards (cast on the way, if need be) into shared memory and where they belong in its own outputs,
+    in one pass, and fetches those of the others. Reduce-scatter: every rank puts its parts of the others' gradients into their memory,
+    and averages what it has got with its own part, in the order of ranks and in float32 or wider: what travels may be narrower than the
+    result. Every rank issues the same collectives of the same sizes in the same order. Results have the same bits in repeated runs.
 
     Args:
         rank: this rank's place on the axis.
@@ -171,11 +172,12 @@ class PeerCopies:
         if types not in lane.views:
             lane.views[types] = (_views(memory.slabs, 0, types), [])
         staged, _ = lane.views[types]
+        into = [parts(out, self._size) for out in outputs]
         with lane.fork():
-            compat.foreach_copy(staged[self._rank], list(shards))  # everybody has fetched what was staged before
+            # everybody has fetched what was staged before
+            stage(shards, staged[self._rank], [target[self._rank] for target in into])
             memory.barrier()
-            into = [parts(out, self._size) for out in outputs]
-            for rank in self._others_first():
+            for rank in self._others():
                 for target, source in zip(into, staged[rank], strict=True):
                     target[rank].copy_(source.view(-1), non_blocking=True)
             memory.barrier()
@@ -186,19 +188,23 @@ class PeerCopies:
         lane = self._reductions
         types = tuple((torch.Size((t.numel() // self._size,)), t.dtype) for t in inputs)
         num_bytes = sum(_extent(*kind) for kind in types)
-        memory = lane.reserve(self._size * num_bytes)
+        memory = lane.reserve((self._size - 1) * num_bytes)
         if types not in lane.views:
-            of_source = [_views(memory.slabs, source * num_bytes, types) for source in range(self._size)]
-            lane.views[types] = (of_source[self._rank], [views[self._rank] for views in of_source])
+            of_slot = [_views(memory.slabs, slot * num_bytes, types) for slot in range(self._size - 1)]
+            put = [
+                of_slot[self._rank - (self._rank > rank)][rank] if rank != self._rank else []
+                for rank in range(self._size)
+            ]
+            lane.views[types] = (put, [views[self._rank] for views in of_slot])
         put, got = lane.views[types]
         with lane.fork():
             memory.barrier()  # everybody has averaged what lay there before
             pieces = [t.view(self._size, -1).unbind() for t in inputs]
-            for rank in self._others_first():
+            for rank in self._others():
                 for target, piece in zip(put[rank], pieces, strict=True):
                     target.copy_(piece[rank], non_blocking=True)
             memory.barrier()
-            average(list(outputs), got)
+            average(outputs, [piece[self._rank] for piece in pieces], got, self._rank)
             return Copied(lane.mark())
 
     def unblock(self) -> bool:
@@ -227,9 +233,9 @@ class PeerCopies:
     def _lanes(self) -> tuple[_Lane, _Lane]:
         return self._gathers, self._reductions
 
-    def _others_first(self) -> list[int]:
-        """Ranks in the order in which they are served: not all at the same one at the same time."""
-        return [(self._rank + 1 + i) % self._size for i in range(self._size)]
+    def _others(self) -> list[int]:
+        """The other ranks in the order in which they are served: not all at the same one at the same time."""
+        return [(self._rank + 1 + i) % self._size for i in range(self._size - 1)]
 
 
 def shared_memory(mesh: Mesh, agreement: Agreement) -> Callable[[int], SharedMemory]:
@@ -313,35 +319,40 @@ def _all_agree(mesh: Mesh, mine: bool) -> bool:
     return bool(flag.item())
 
 
-def average(outputs: list[Tensor], received: list[list[Tensor]]) -> None:
-    """``outputs[i]`` is the mean over ranks ``r`` of ``received[r][i]``, added up in rank order in float32 or wider."""
-    if outputs[0].is_cuda and outputs[0].dtype in (torch.float32, torch.bfloat16, torch.float16):
-        from zcompile.runtime.kernels.average import average_  # Triton is imported where it is used
-
-        for first, last in _contiguous_runs(outputs, received[0]):
-            numel = sum(out.numel() for out in outputs[first:last])
-            average_(outputs[first], [source[first] for source in received], numel)
-        return
-    for index, out in enumerate(outputs):
-        wide = torch.promote_types(out.dtype, torch.float32)
-        total = received[0][index].to(wide, copy=True)
-        for source in received[1:]:
-            total += source[index].to(wide)
-        out.view(-1).copy_(total.div_(len(received)))
+#: what the kernels compute with
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _contiguous_runs(outputs: Sequence[Tensor], received: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The fewest ranges of tensors that follow each other without a gap on both sides."""
-    runs: list[tuple[int, int]] = []
-    for index, (out, source) in enumerate(zip(outputs, received, strict=True)):
-        if runs:
-            first, last = runs[-1]
-            before = outputs[last - 1], received[last - 1]
-            if all(b.data_ptr() + b.nbytes == t.data_ptr() for b, t in zip(before, (out, source), strict=True)):
-                runs[-1] = (first, index + 1)
-                continue
-        runs.append((index, index + 1))
-    return runs
+def _by_kernels(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_cuda and tensor.dtype in _KERNEL_DTYPES for tensor in tensors)
+
+
+def stage(shards: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    """Copy ``shards[i]``, contiguous, to ``first[i]`` and ``second[i]``, which have another dtype and other shapes."""
+    for shard, one, other in zip(shards, first, second, strict=True):
+        if _by_kernels((shard, one)):
+            from zcompile.runtime.kernels.stage import stage_  # Triton is imported where it is used
+
+            stage_(shard, one, other)
+        else:
+            one.copy_(shard.view(one.shape))
+            other.copy_(one.view(other.shape))
+
+
+def average(outputs: Sequence[Tensor], own: Sequence[Tensor], received: Sequence[Sequence[Tensor]], rank: int) -> None:
+    """``outputs[i]`` is the mean of ``own[i]`` and the other ranks' ``received[r][i]``, added up in rank order in float32 or wider."""
+    for index, (out, mine) in enumerate(zip(outputs, own, strict=True)):
+        others = [source[index] for source in received]
+        if _by_kernels((out, mine)):
+            from zcompile.runtime.kernels.average import average_  # Triton is imported where it is used
+
+            average_(out, mine, others, rank)
+        else:
+            wide = torch.promote_types(out.dtype, torch.float32)
+            total = torch.zeros(out.numel(), dtype=wide, device=out.device)
+            for source in (*others[:rank], mine, *others[rank:]):
+                total += source.view(-1).to(wide)
+            out.view(-1).copy_(total.div_(1 + len(others)))
 
 
 def _extent(shape: torch.Size, dtype: torch.dtype) -> int:

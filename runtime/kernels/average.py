@@ -12,57 +12,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: elements that one program averages, and its warps
-BLOCK_ELEMENTS = 4096
-NUM_WARPS = 8
+#: elements that one program averages, and its warps: short programs leave most of the device to the computation beside them
+BLOCK_ELEMENTS = 1024
+NUM_WARPS = 4
 
 
 @triton.jit
 def _average_kernel(  # pragma: no cover - runs on the device
-    out, received, stride, numel, factor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    out, own, received, stride, numel, factor, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program averages one block."""
     lanes = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < numel
-    total = tl.load(received + lanes, mask=mask).to(tl.float32)
-    for rank in tl.static_range(1, SIZE):
-        total += tl.load(received + rank * stride + lanes, mask=mask).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(SIZE):
+        if rank == RANK:
+            total += tl.load(own + lanes, mask=mask).to(tl.float32)
+        else:
+            total += tl.load(received + (rank - (rank > RANK)) * stride + lanes, mask=mask).to(tl.float32)
     tl.store(out + lanes, (total * factor).to(out.dtype.element_ty), mask=mask)
 
 
-def average_reference(out: Tensor, received: Sequence[Tensor], numel: int) -> None:
+def average_reference(out: Tensor, own: Tensor, received: Sequence[Tensor], rank: int) -> None:
     """What ``average_`` computes."""
-    wide = [_flat(source, numel).float() for source in received]
-    total = wide[0].clone()
-    for source in wide[1:]:
-        total += source
-    _flat(out, numel).copy_(total * (1.0 / len(received)))
+    total = torch.zeros(out.numel(), device=out.device)
+    for source in (*received[:rank], own, *received[rank:]):
+        total += source.reshape(-1).float()
+    out.view(-1).copy_(total * (1.0 / (1 + len(received))))
 
 
-def average_(out: Tensor, received: Sequence[Tensor], numel: int) -> None:
-    """The mean of ``numel`` elements of each source, added up in order in float32 and rounded once to ``out``'s dtype.
+def average_(out: Tensor, own: Tensor, received: Sequence[Tensor], rank: int) -> None:
+    """The mean of one piece of each rank, added up in the order of ranks in float32 and rounded once to ``out``'s dtype.
 
     Reads and writes every element once and waits for nothing.
 
     Args:
-        out: contiguous, float32, bfloat16 or float16; its memory from its first element on is written.
-        received: likewise, all of one dtype, at equal distances in one storage; read from their first elements on.
-        numel: elements.
+        out: contiguous, float32, bfloat16 or float16.
+        own: the piece of this rank: contiguous, of as many elements.
+        received: the other ranks' pieces in their order: likewise, all of one dtype, at equal distances in one storage.
+        rank: this rank.
     """
-    first = received[0]
+    first = received[0] if received else own
     stride = received[1].storage_offset() - first.storage_offset() if len(received) > 1 else 0
+    numel = out.numel()
     with torch.cuda.device(out.device) if out.is_cuda else contextlib.nullcontext():
         _average_kernel[(triton.cdiv(numel, BLOCK_ELEMENTS),)](
             out,
+            own,
             first,
             stride,
             numel,
-            1.0 / len(received),
-            SIZE=len(received),
+            1.0 / (1 + len(received)),
+            RANK=rank,
+            SIZE=1 + len(received),
             BLOCK=BLOCK_ELEMENTS,
             num_warps=NUM_WARPS,
         )
-
-
-def _flat(tensor: Tensor, numel: int) -> Tensor:
-    return tensor.as_strided((numel,), (1,))

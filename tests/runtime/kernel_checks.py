@@ -22,6 +22,7 @@ from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segmen
 from zcompile.runtime.kernels import cross_entropy as cross_entropy_kernels
 from zcompile.runtime.kernels.adamw import Launch
 from zcompile.runtime.kernels.average import average_, average_reference
+from zcompile.runtime.kernels.stage import stage_, stage_reference
 from zcompile.runtime.kernels.sumsq import BLOCK_ELEMENTS, sum_of_squares, sum_of_squares_reference
 
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3.0, maximize=False)
@@ -241,20 +242,34 @@ def test_few_programs_for_many_blocks(device: torch.device, max_programs: int, m
     torch.testing.assert_close(sum_of_squares([x]).total, sum_of_squares_reference([x]).total, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("numel", [1, 4096, 4097, 10_000])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("numel", [1, 1024, 1025, 10_000])
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize(("sent", "dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
 def test_average_of_what_ranks_sent(
-    device: torch.device, numel: int, size: int, sent: torch.dtype, dtype: torch.dtype
+    device: torch.device, numel: int, size: int, rank: int, sent: torch.dtype, dtype: torch.dtype
 ) -> None:
     distance = numel + 128
     memory = torch.randn(size * distance + 8, generator=torch.Generator().manual_seed(numel)).to(sent).to(device)
-    received = [memory[8 + r * distance : 8 + r * distance + 4] for r in range(size)]  # read beyond their own end
+    pieces = [memory[8 + r * distance : 8 + r * distance + numel] for r in range(size)]
+    own, others = pieces[-1], pieces[:-1]
     out, want = (torch.full((numel + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
-    average_(out[:4], received, numel)
-    average_reference(want[:4], received, numel)
-    assert torch.equal(out[:numel], want[:numel])
-    assert bool((out[numel:] == 7).all()), "what lies behind is left alone"
+    average_(out[:numel], own, others, rank)
+    average_reference(want[:numel], own, others, rank)
+    assert torch.equal(out, want), "what lies behind is left alone"
+    mean = torch.stack([piece.double() for piece in pieces]).mean(0)
+    torch.testing.assert_close(out[:numel].double(), mean, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("numel", [1, 1024, 1025, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_tensor_in_two_places(device: torch.device, numel: int, dtype: torch.dtype) -> None:
+    source = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(device)
+    if device.type == "cpu":
+        source = source.to(dtype).float()  # Triton's interpreter cuts what the device rounds
+    places, wanted = (torch.full((2, numel + 8), 7.0, dtype=dtype, device=device) for _ in range(2))
+    stage_(source, *places[:, :numel])
+    stage_reference(source, *wanted[:, :numel])
+    assert torch.equal(places, wanted) and torch.equal(places[1, :numel], source.to(dtype))
 
 
 # Cross-entropy. -------------------------------------------------------------------------------------------------------

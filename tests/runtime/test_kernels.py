@@ -41,7 +41,7 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zcompile.runtime.kernels.adamw import _adamw_kernel, BLOCK_ELEMENTS, NUM_WARPS
-from zcompile.runtime.kernels import cross_entropy, sumsq
+from zcompile.runtime.kernels import average, cross_entropy, stage, sumsq
 
 def compile(kernel, types, constants, num_warps, odd=()):
     names = kernel.arg_names
@@ -69,6 +69,13 @@ for kind, size in (("fp32", 4), ("bf16", 2)):
     types = dict(memory=f"*{kind}", partial="*fp32", bad="*i32", numel="i64")
     ptx = compile(sumsq._partial_kernel, types, dict(BLOCK=sumsq.BLOCK_ELEMENTS, NUM_BLOCKS=5), sumsq.NUM_WARPS)
     assert wide(ptx, "ld") and not re.search(r"ld\\.global(?![.:\\w]*v4)", ptx), "only wide loads"
+for wire in ("fp32", "bf16"):
+    types = dict(out="*fp32", own=f"*{wire}", received=f"*{wire}", stride="i32", numel="i32", factor="fp32")
+    ptx = compile(average._average_kernel, types, dict(RANK=1, SIZE=3, BLOCK=average.BLOCK_ELEMENTS), average.NUM_WARPS)
+    assert wide(ptx, "st") and not re.search(r"(ld|st)\\.global(?![.:\\w]*v[24])", ptx), "only wide accesses"
+    types = dict(source="*fp32", first=f"*{wire}", second=f"*{wire}", numel="i32")
+    ptx = compile(stage._stage_kernel, types, dict(BLOCK=stage.BLOCK_ELEMENTS), stage.NUM_WARPS)
+    assert wide(ptx, "ld") and not re.search(r"(ld|st)\\.global(?![.:\\w]*v[24])", ptx), "only wide accesses"
 for kind, size in (("fp32", 4), ("bf16", 2)):  # any number of columns: rows begin at multiples of 16
     types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", lse="*fp32", grad="*fp32", weights="*fp32")
     types |= dict(first="i32", num_columns="i32", stride="i32")

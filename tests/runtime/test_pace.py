@@ -31,7 +31,9 @@ class Clock:
 
         return Event()
 
-    def step(self, pace: Pace, host: float, device: float, after: float = 0.0, update: float = 0.0, tail: float = 0.0) -> bool:
+    def step(
+        self, pace: Pace, host: float, device: float, after: float = 0.0, update: float = 0.0, tail: float = 0.0
+    ) -> bool:
         """A step of ``host`` seconds to issue and ``device`` to run, and what the loop does after it.
 
         The device runs an update of so many seconds then; the host issues no more than 0.1 seconds ahead of it. The last kernels of

@@ -255,7 +255,7 @@ class GraphWalk:
             ]
             if walk.setup.copies and sum(n * d.itemsize for n, d in sent) >= peers.MIN_BYTES:
                 piece = sum(_aligned(n // size * d.itemsize) for n, d in sent)
-                walk.exchange["reduce_scatter"] = max(walk.exchange["reduce_scatter"], size * piece)
+                walk.exchange["reduce_scatter"] = max(walk.exchange["reduce_scatter"], (size - 1) * piece)
                 return 0
             widens = any(d != kind.dtype for (_, d), kind in zip(sent, ins.types, strict=True))
             return whole * size if walk.setup.on_host or widens else 0

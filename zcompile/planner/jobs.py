@@ -126,8 +126,10 @@ class Issuer:
         us, host_us = rates.collective_us(bucket.op, bucket.wire_bytes, bucket.size, hw), hw.host.collective_us
         if bucket.op != "all_reduce" and rates.by_copies(bucket.full_bytes, bucket.size, hw):
             us = rates.collective_us(bucket.op, bucket.full_bytes, bucket.size, hw)
-            # shards are put where the others fetch them; what has come from the others is averaged
-            moved = bucket.sent_bytes + (bucket.stored_bytes if gathers else bucket.received_bytes)
+            # shards are put where the others fetch them and where they belong; what has come from the others is averaged
+            moved = (
+                bucket.stored_bytes + 2 * bucket.sent_bytes if gathers else bucket.sent_bytes + bucket.received_bytes
+            )
             us += rates.memory_us(moved, hw)
             host_us += hw.host.copied_tensor_us * bucket.num_tensors * (bucket.size - 1)
             stream, way = (GATHERS, "gather_copies") if gathers else (REDUCTIONS, "reduce_copies")
