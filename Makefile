@@ -42,6 +42,7 @@ test-waits: $(READY)
 test-rest: $(READY)
 	$(PYTHON) -m pytest -m "not gpu" $(ARGS) $(WAITS:%=--ignore=%) --ignore tests/dist
 
+# SHARE_GPU=1: what needs two GPUs runs on one that its two ranks share.
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu tests $(ARGS)
 

@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "gpu" / "rank_program.py"
 
 JOB_LIMIT = 60.0  # seconds for each job, compilation included, and the same again to start
+
+#: ``SHARE_GPU=1``: ranks for which there are no GPUs share one. NCCL believes them to be on different hosts then, and the copy engines
+#: copy within one memory; time is sliced between the processes, so a step takes long.
+SHARES = os.environ.get("SHARE_GPU") == "1" and torch.cuda.device_count() > 0
+
+#: ranks that can run here
+NUM_RANKS = max(torch.cuda.device_count(), 2 * SHARES)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,12 @@ def run(world_size: int, folder: Path, *arguments: str, limit: float, grace: flo
             "WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": "1",
         }
+        if SHARES:
+            environment |= {
+                "NCCL_HOSTID": f"host {rank}",
+                "NCCL_SOCKET_IFNAME": "lo",
+                "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+            }
         with log.open("w") as stream:
             command = [sys.executable, "-u", str(PROGRAM), *arguments]
             processes.append(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment))

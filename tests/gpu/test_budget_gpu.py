@@ -6,15 +6,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.gpu.ranks import parse, run
+from tests.gpu.ranks import NUM_RANKS, parse, run
 
 pytestmark = pytest.mark.gpu
 
 #: of everything here; a name other than cuda is for trying the tests themselves without a GPU
 DEVICE, BACKEND = "cuda", "inductor"
-NUM_DEVICES = torch.cuda.device_count()
 
 LIMIT = 420.0  # seconds: five searches, and compilation of four kinds of steps
 
@@ -23,7 +21,7 @@ WORLDS = [
         n,
         marks=[
             *[pytest.mark.dist] * (n > 1),
-            pytest.mark.skipif(DEVICE == "cuda" and n > NUM_DEVICES, reason=f"needs {n} CUDA devices"),
+            pytest.mark.skipif(DEVICE == "cuda" and n > NUM_RANKS, reason=f"needs {n} CUDA devices"),
         ],
     )
     for n in (1, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.ranks import Results
+from tests.gpu.ranks import NUM_RANKS, Results
 from zcompile import compat
 from zcompile.program import TensorType, Transfer
 from zcompile.runtime.adamw_update import AdamWOptions, Segment, Segments, update
@@ -21,9 +21,8 @@ pytestmark = pytest.mark.gpu
 
 #: of everything here; a name other than cuda is for trying the tests themselves without a GPU
 DEVICE, BACKEND = "cuda", "inductor"
-NUM_DEVICES = torch.cuda.device_count()
-one_device = pytest.mark.skipif(DEVICE == "cuda" and NUM_DEVICES < 1, reason="needs a CUDA device")
-two_devices = pytest.mark.skipif(DEVICE == "cuda" and NUM_DEVICES < 2, reason="needs two CUDA devices")
+one_device = pytest.mark.skipif(DEVICE == "cuda" and NUM_RANKS < 1, reason="needs a CUDA device")
+two_devices = pytest.mark.skipif(DEVICE == "cuda" and NUM_RANKS < 2, reason="needs two CUDA devices")
 
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=1.0, maximize=False)
 NUMEL = 5 << 20

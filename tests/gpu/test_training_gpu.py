@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.ranks import Results, run
+from tests.gpu.ranks import NUM_RANKS, Results, run
 
 pytestmark = pytest.mark.gpu
 
 #: of everything here; a name other than cuda is for trying the tests themselves without a GPU
 DEVICE, BACKEND = "cuda", "inductor"
-NUM_DEVICES = torch.cuda.device_count()
 
 #: seconds that a rank program waits on purpose
 PAUSE = 0.2
@@ -53,8 +52,8 @@ def jobs(world_size: int) -> list[str]:
 
 
 NEEDS = {
-    1: [pytest.mark.skipif(NUM_DEVICES < 1, reason="needs a CUDA device")],
-    2: [pytest.mark.dist, pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")],
+    1: [pytest.mark.skipif(NUM_RANKS < 1, reason="needs a CUDA device")],
+    2: [pytest.mark.dist, pytest.mark.skipif(NUM_RANKS < 2, reason="needs two CUDA devices")],
 }
 
 
@@ -64,7 +63,7 @@ def worlds(names: str, cases: Callable[[int], Iterable[Any]]) -> pytest.MarkDeco
     return pytest.mark.parametrize(("world_size", names), values)
 
 
-two_devices = pytest.mark.skipif(NUM_DEVICES < 2, reason="needs two CUDA devices")
+two_devices = pytest.mark.skipif(NUM_RANKS < 2, reason="needs two CUDA devices")
 
 
 @pytest.fixture(scope="module")
