@@ -16,6 +16,7 @@ from zcompile.planner.hardware import Hardware, hardware
 from zcompile.planner.issue import Costs, step_jobs
 from zcompile.planner.simulate import REPLAY_SHARE, Timeline, simulate
 from zcompile.planner.trace import trace
+from zcompile.planner.window import FIRST, MicroBatch, Window
 
 H200 = hardware("h200")
 
@@ -75,7 +76,8 @@ def test_measured_region_times_take_the_place_of_computed_ones() -> None:
 
 
 def test_without_an_update_the_step_ends_with_backward() -> None:
-    line = simulate(steps.step("outlined"), H200, 2, optimizer=False)
+    step = steps.step("outlined")
+    line = simulate(step, H200, 2, micro_batch=MicroBatch(FIRST, 1, step, Window(steps=2)))
     assert not events(line, "optimizer") and line.optimizer_us == 0
 
 

@@ -96,17 +96,15 @@ def step_jobs(
     costs: Costs,
     world_size: int,
     *,
-    optimizer: bool = True,
     offloading: Offloading | None = None,
     micro_batch: MicroBatch | None = None,
 ) -> list[Job]:
-    """The jobs of a step.
+    """The jobs of a step, with those of an update by AdamW where it does not belong to a micro-batch with others behind it.
 
     Args:
         step: scheduled and outlined.
         costs: of its regions, on a machine.
         world_size: ranks that the step was scheduled for.
-        optimizer: whether an update by AdamW follows, as it does where a window of micro-batches ends.
         offloading: what is on the host beside values that the graphs move there.
         micro_batch: whose graphs the step has, in a window; None: it is complete in itself.
 
@@ -118,7 +116,7 @@ def step_jobs(
     batch = micro_batch or MicroBatch.alone(step)
     issuer = Issuer(costs.hardware.shared(world_size))
     walk = _Walk(batch, costs, issuer, parameters_on_host=offloading.parameters is not None)
-    if optimizer and batch.updates and step.backward is not None:
+    if batch.updates and step.backward is not None:
         if offloading.parameters is None and offloading.optimizer is None:
             walk.issuer.update(local_params(step))
         else:

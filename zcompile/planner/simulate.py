@@ -119,7 +119,6 @@ def simulate(
     world_size: int,
     *,
     region_us: Mapping[str, float] | None = None,
-    optimizer: bool = True,
     offloading: Offloading | None = None,
     costs: Costs | None = None,
     cuda_graphs: bool | None = None,
@@ -132,7 +131,6 @@ def simulate(
         hardware: the machine.
         world_size: ranks.
         region_us: measured device times of regions by name; the others are computed.
-        optimizer: whether an update by AdamW follows backward, as it does where a window of micro-batches ends.
         offloading: what is on the host beside values that the graphs move there.
         costs: shared between simulations of one model on one machine, so that each region is looked at once.
         cuda_graphs: as in ``zcompile.compile``.
@@ -142,7 +140,7 @@ def simulate(
         PlanError: the step was scheduled for another number of ranks, or is not outlined.
     """
     costs = costs or Costs(hardware, dict(region_us or {}))
-    jobs = step_jobs(step, costs, world_size, optimizer=optimizer, offloading=offloading, micro_batch=micro_batch)
+    jobs = step_jobs(step, costs, world_size, offloading=offloading, micro_batch=micro_batch)
     issued = timeline(jobs)
     moves = offloading is not None and offloading.moves_in_steps
     if cuda_graphs is False or moves or not can_replay(step, hardware):
