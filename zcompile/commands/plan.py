@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from zcompile.config import RECOMPUTE, Config, dtype_name
 from zcompile.errors import PlanError
 from zcompile.planner.hardware import hardware, known_hardware
@@ -138,10 +140,13 @@ def run(options: argparse.Namespace) -> int:
         precision=dtype_name(options.precision),
         verify="fast",
     )
-    model = load_model(options.model, options.micro_batch, options.seq)
     times = measured_times(options.measured)
-    request = Request(model.name, model.module, model.inputs, machine, options.optimizer, model.notes, times)
-    plan = request.plan(config, options.world_size, advise=not options.no_advice)
+    advises = not options.no_advice and options.memory_budget is None
+    # on a terminal alone; a large model takes a minute
+    with Console(stderr=True).status(f"planning {options.model}{' and what could make it better' * advises} ..."):
+        model = load_model(options.model, options.micro_batch, options.seq)
+        request = Request(model.name, model.module, model.inputs, machine, options.optimizer, model.notes, times)
+        plan = request.plan(config, options.world_size, advise=not options.no_advice)
     print(plan.to_json() if options.json else plan)
     try:
         if options.html is not None:
