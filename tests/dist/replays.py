@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zcompile
 from tests.dist.models import net, rows
 from tests.dist.training import LR, full_gradients, this_rank
-from zcompile.runtime.collectives import DONE
+from zcompile.runtime.collectives import Pending
 from zcompile.runtime.tapes import Tapes
 
 
@@ -27,15 +27,17 @@ class Again:
 
     Args:
         runner: of the model.
+        fails_at: the group of collectives at which the device cannot record any more; 0: none.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, fails_at: int = 0) -> None:
         self.runner = runner
         self.executor = runner.executor
         self.left: list[list[Tensor]] = []  # by recording
         self.born: dict[int, int] = {}  # recordings by the address of gradient memory that they took
         self.placed: list[Tensor] = []
         self.forward = -1
+        self.fails_at = fails_at
         self.closed = False
 
     def record(self, body: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
@@ -104,13 +106,22 @@ class Again:
         local = executor.accumulation.local.values()
         memory = [t for t in (*slots, *local, *self.arenas(), *self.places()) if t is not None]
         copies = [t.clone() for t in memory]
-        executor.collectives._start = lambda *args, **kwargs: DONE
+        executor.collectives._start = self.start
         try:
             yield
         finally:
             del executor.collectives._start
             for tensor, copy in zip(memory, copies, strict=True):
                 tensor.data.copy_(copy)
+
+    def start(self, start: Any, description: str, finish: Any = None, kept: Any = None, lane: str = "group") -> Pending:
+        """In place of ``Collectives._start``."""
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+        collectives = self.executor.collectives
+        collectives._unfinished += 1
+        return Pending(collectives)
 
     def borrow(self, tensor: Tensor) -> Tensor:
         return tensor.detach() if tensor.data_ptr() else tensor

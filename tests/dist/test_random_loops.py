@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tests.dist.models import rows
 from tests.dist.pool import Pools
-from tests.dist.replays import Counting, same, twins
+from tests.dist.replays import Again, Counting, replayed, same, twins
 from tests.dist.training import this_rank
 from zcompile.errors import RankError, ZCompileError
 from zcompile.runtime import tapes
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.dist
 SHARES_CAPTURES = True
 
 #: loops that one job runs, and jobs
-LOOPS, JOBS, WIDE_JOBS = 6, 4, 40
+LOOPS, JOBS, WIDE_JOBS = 6, 3, 60
 WINDOWS = 9
 
 POLICIES = (
@@ -53,6 +54,8 @@ DISTURBANCES = {
     "zero_some": 2,
     "sync": 2,
     "write": 2,
+    "write_unseen": 1,
+    "load": 1,
     "step": 2,
     "clip": 2,
     "keep_gradients": 3,
@@ -89,13 +92,21 @@ class Action:
 
 @dataclass(frozen=True)
 class Example:
-    """A loop."""
+    """A loop.
+
+    Attributes:
+        homeless: gradients come and go, as a large model's.
+        poison: released buffers are NaN.
+        ragged: some ranks have more rows than others, so that they record at other times.
+        fails: a rank, and the group of collectives at which its device cannot record any more; 0: none.
+    """
 
     stage: int
     options: dict[str, Any]
     homeless: bool
     poison: bool
     ragged: bool
+    fails: tuple[int, int]
     actions: list[Action]
 
 
@@ -138,6 +149,7 @@ def example(seed: int) -> Example:
         homeless=draw.random() < 0.5,
         poison=draw.random() < 0.5,
         ragged=draw.random() < 0.3,
+        fails=(draw.randrange(2), draw.randrange(1, 60) if draw.random() < 0.2 else 0),
         actions=actions,
     )
 
@@ -269,7 +281,11 @@ class Loop:
     # Parameters and buffers.
 
     def hook(self, action: Action) -> list[Any]:
-        self.hooks.append(self.named(action.number).register_hook(lambda grad: 2 * grad))
+        parameter = self.named(action.number)
+        if action.number % 2:
+            self.hooks.append(parameter.register_hook(lambda grad: 2 * grad))
+        else:
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(halve))
         return []
 
     def unhook(self, action: Action) -> list[Any]:
@@ -289,6 +305,15 @@ class Loop:
                 parameter.mul_(0.9)
         return []
 
+    def write_unseen(self, action: Action) -> list[Any]:
+        """In a way that torch does not count."""
+        self.named(action.number).data.mul_(0.9)
+        return []
+
+    def load(self, action: Action) -> list[Any]:
+        self.model.load_state_dict({name: 0.9 * value for name, value in self.model.full_state_dict().items()})
+        return []
+
     def replace_buffer(self, action: Action) -> list[Any]:
         self.model.scale = torch.full((7,), 1.0 + action.number / 100)
         return []
@@ -296,6 +321,10 @@ class Loop:
     def write_buffer(self, action: Action) -> list[Any]:
         self.model.scale.mul_(0.9)
         return []
+
+
+def halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
 
 
 def local_of(tensor: Any) -> Any:
@@ -335,6 +364,8 @@ def attempt(loop: Loop, action: Action) -> tuple[list[Any], str]:
 def run(example: Example) -> int:
     """Do it; returns how many micro-batches were replayed."""
     models, optimizers, said = twins(example.stage, Counting, **example.options)
+    if this_rank() == example.fails[0]:
+        said = replayed(models[0], partial(Again, fails_at=example.fails[1]))
     for model in models:
         model._session.runner.shards.gradients.stay = not example.homeless
         model._session.runner.executor.buffers.poison = example.poison
@@ -354,7 +385,8 @@ def run(example: Example) -> int:
         loop.open = []
         loop.model.zero_grad()
         assert loop.model._session.runner.executor.buffers.live_bytes == 0
-    assert not any("cannot record" in reason for reason in said), said
+    assert example.fails[1] or not any("cannot record" in reason for reason in said), said
+    assert models[0]._session.runner.executor.collectives._unfinished == 0
     return models[0].report().replays
 
 

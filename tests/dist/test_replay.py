@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -313,27 +314,21 @@ def test_the_middle_of_a_window_takes_what_no_recording_left(ranks: Pools) -> No
     ranks(2, takes_more, stage=3)
 
 
-class Refuses(Again):
-    """A device that cannot record the second program."""
-
-    def record(self, body: Any) -> Any:
-        if self.left:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
-        return super().record(body)
-
-
-def cannot_record(stage: int) -> None:
+def cannot_record(stage: int, fails_at: int) -> None:
     models, optimizers, _ = twins(stage)
-    said = replayed(models[0], Refuses)
+    said = replayed(models[0], partial(Again, fails_at=fails_at))
     for step in range(STEPS):
         same(*(plain(m, o, step) for m, o in zip(models, optimizers, strict=True)), f"losses of step {step}")
     assert models[0].report().replays == 0
     assert said == ["the device cannot record it: operation not permitted when stream is capturing"], said
-    assert models[0]._session.runner.executor.buffers.live_bytes == 0
+    executor = models[0]._session.runner.executor
+    assert executor.buffers.live_bytes == 0 and executor.collectives._unfinished == 0
 
 
-def test_a_device_that_cannot_record(ranks: Pools) -> None:
-    ranks(2, cannot_record, stage=3)
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_device_that_cannot_record(ranks: Pools, fails_at: int) -> None:
+    """In the middle of the forward, or of the backward."""
+    ranks(2, cannot_record, stage=3, fails_at=fails_at)
 
 
 def windows(model: Any, optimizer: Any, step: int) -> Tensor:
