@@ -28,7 +28,7 @@ pytestmark = pytest.mark.dist
 SHARES_CAPTURES = True
 
 #: loops that one job runs, and jobs
-LOOPS, JOBS, WIDE_JOBS = 6, 3, 60
+LOOPS, JOBS, WIDE_JOBS = 5, 3, 60
 WINDOWS = 9
 
 POLICIES = (
