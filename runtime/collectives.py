@@ -216,7 +216,7 @@ class Collectives:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, collectives are recorded: none of them runs now, so none is counted or watched."""
-        self._records = True
+        self._records, unfinished = True, self._unfinished
         try:
             if self.peers is None:
                 yield
@@ -224,7 +224,7 @@ class Collectives:
                 with self.peers.recording():
                     yield
         finally:
-            self._records = False
+            self._records, self._unfinished = False, unfinished  # one that failed has started what nobody waits for
 
     @contextlib.contextmanager
     def replaying(self, count: int, description: str) -> Iterator[None]:

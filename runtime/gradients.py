@@ -97,6 +97,7 @@ class Gradients:
     Attributes:
         arenas: the flat memory of the chunks that exist.
         prepared: by parameter index, what was prepared and not forgotten.
+        stay: chunks do not go.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Gradients:
         self._holes: dict[ArenaKey, list[Tensor]] = {}
         trainable = sum(size * key.dtype.itemsize for key, size in layout.sizes.items() if key.trainable)
         # to lock pages anew in every step would take longer than the step
-        self._keeps = trainable <= KEEP_BYTES or hosting.parameters
+        self.stay = trainable <= KEEP_BYTES or hosting.parameters
 
     # What exists. -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget the chunks of which no parameter has a ``.grad``; nothing in a model that keeps its gradient memory."""
-        if self._keeps:
+        if self.stay:
             return
         for home, members in list(self._alive.items()):
             if not self.any_set(members):
@@ -184,8 +185,14 @@ class Gradients:
             dict(self.arenas),
             dict(self._alive),
             {i: known for i, known in enumerate(self.prepared) if known is not None},
-            self._keeps,
+            self.stay,
         )
+
+    def clear_holes(self) -> None:
+        """Let what belongs to no gradient be zero in chunks that go: other recordings may have written there in between."""
+        holes = [] if self.stay else [hole for key in self.arenas for hole in self.holes(key)]
+        if holes:
+            compat.foreach_zero(holes)
 
     def wake(self, chunks: Chunks) -> bool:
         """Let these chunks be the ones that exist; False, and nothing is done, where one of their gradients is in use.

@@ -59,6 +59,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._graphs: list[_Graph] = []
+        self._lock = threading.Lock()
+        self._closed = False
         self._free_before = 0
 
     def record(self, body: Callable[[], T]) -> tuple[Recording, T]:
@@ -82,7 +84,11 @@ class CudaRecorder:
             if collects:
                 gc.enable()
         recording = _Graph(graph)
-        self._graphs.append(recording)
+        with self._lock:
+            self._graphs.append(recording)
+            closed = self._closed
+        if closed:  # by another thread, meanwhile
+            self.close()
         return recording, result
 
     def borrow(self, tensor: Tensor) -> Tensor:
@@ -99,9 +105,10 @@ class CudaRecorder:
 
     def close(self) -> None:
         """See ``Recorder.close``. NCCL's end waits until no graph uses it."""
-        for graph in self._graphs:
+        with self._lock:
+            self._closed, graphs, self._graphs = True, self._graphs, []
+        for graph in graphs:
             graph.close()
-        self._graphs.clear()
 
     def _free(self) -> int:
         return torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -43,9 +44,12 @@ class SavedValues:
         return {"saved": self.values, "kept": self.kept, "offloaded": self.offloaded}[kind]
 
     def note_versions(self) -> None:
-        """Values are as the forward left them now. A tape's are nobody else's to write to."""
-        if self.tape is None:
-            self.versions = [compat.version(v) for v in self.values.values()]
+        """Values are as the forward left them now."""
+        self.versions = [compat.version(value) for value in self._writable().values()]
+
+    def _writable(self) -> Mapping[str, Tensor]:
+        """The values that others may write to: of a tape's, buffers of the model alone."""
+        return self.values if self.tape is None else self.tape.shared
 
     def num_bytes(self) -> int:
         """Bytes of the memory that the values lie in, shared memory once; kept buffers do not count."""
@@ -58,7 +62,7 @@ class SavedValues:
         Raises:
             BackwardError: an argument, buffer or output that backward reads was changed in place.
         """
-        for (name, value), version in zip(self.values.items(), self.versions, strict=self.tape is None):
+        for (name, value), version in zip(self._writable().items(), self.versions, strict=True):
             if compat.version(value) != version:
                 raise BackwardError(
                     f"a tensor that backward needs ('{name}', {list(value.shape)}) has been modified by an inplace operation since "

@@ -76,7 +76,12 @@ class StepRunner:
         """The output leaves, and what backward needs by name."""
         window = self._in_window(step)
         contents = Contents() if window is None else self.shards.contents(sums=self.holding.looks)
-        held = Held(self.executor.buffers) if window is None else self.holding.take(window.takes, contents)
+        if window is not None:
+            held = self.holding.take(window.takes, contents)
+        else:
+            held = Held(self.executor.buffers)
+            if step.backward is not None:  # its replay may write where another step's has lent from
+                self.holding.drop()
         kind = self._kind(takes=bool(held.values), leaves=window is not None and self._will_leave())
         runnable = _forward(step, window, kind)
         program = runnable.program

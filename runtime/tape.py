@@ -50,6 +50,7 @@ class Recorded:
 
     Attributes:
         owned: by slot, what it returned, until that may go.
+        shared: of what it leaves for a backward, buffers of the model, by name.
         results: by slot, the same on borrowed memory.
         num_collectives: how many it starts.
     """
@@ -66,14 +67,16 @@ class Recorded:
         self._copied = [(port, slots[port.slot]) for port in copied]
         # held, so that nothing else comes to lie there; parameters never move
         self._buffers = [(port, slots[port.slot]) for port in program.inputs if port.kind == "buffer"]
+        buffers = {port.slot: value for port, value in self._buffers}
         recorded: tuple[Recording, list[Any]] = recorder.record(partial(run, runnable, slots))
         self._recording, self.owned = recorded
+        self.shared = {port.key: buffers[port.slot] for port in ports(program.outputs, "saved") if port.slot in buffers}
         self.results = {port.slot: recorder.borrow(self.owned[port.slot]) for port in program.outputs}
         self.num_collectives = sum(type(ins) is Start for ins in program.instructions)
 
     def holds(self, read: Read) -> bool:
-        """Whether the buffers are where they were."""
-        return all(read(port).data_ptr() == value.data_ptr() for port, value in self._buffers)
+        """Whether the buffers are those that were recorded."""
+        return all(read(port) is value for port, value in self._buffers)
 
     def replay(self, read: Read) -> None:
         """Run on new values of what is copied."""
@@ -96,6 +99,7 @@ class Tape:
         ends: the forward's other results.
         chunks: where the backward writes gradients; None: they come in memory of its own, to be added or moved from there.
         sums: the local gradients that its reductions take along, by parameter.
+        shared: of ``values``, buffers of the model.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class Tape:
         chunks: Chunks | None,
         sums: Mapping[str, Tensor],
         outputs: Sequence[Port],
+        grads: Iterable[str],
     ) -> None:
         self.step = step
         self.kind = kind
@@ -114,9 +119,18 @@ class Tape:
         self.backward = backward
         self.chunks = chunks
         self.sums = sums
+        self.shared = forward.shared
         self.values = {port.key: forward.results[port.slot] for port in ports(outputs, "saved")}
         self.kept = {port.key: forward.results[port.slot] for port in ports(outputs, "kept")}
         self.ends = [port for port in outputs if port.kind not in _LEFT]
+        self._grads = frozenset(grads)
+
+    def finds(self, local: Mapping[str, Tensor]) -> bool:
+        """Whether its reductions take along just these of the local gradients."""
+        if not self.kind.sums:
+            return True
+        found = {name: value for name, value in local.items() if name in self._grads}
+        return found.keys() == self.sums.keys() and all(found[name] is value for name, value in self.sums.items())
 
 
 class Taping:
@@ -134,6 +148,7 @@ class Taping:
     def __init__(self, executor: Executor, recorder: Recorder) -> None:
         self.places: dict[str, Tensor] = {}
         self.chunks: Chunks | None = None
+        self._num_tapes = 0
         self._executor = executor
         self._recorder = recorder
 
@@ -157,8 +172,8 @@ class Taping:
         sums = dict(executor.accumulation.local) if kind.sums else {}
         apart = adds or kind.local
         taken: list[str] = []
-        if not apart and self.chunks is not None:
-            shards.gradients.wake(self.chunks)
+        if not apart:
+            self._ready_chunks(step)
 
         def run(runnable: Runnable, values: list[Any]) -> list[Any]:
             return executor.run(runnable.program, runnable.bodies, values)
@@ -169,6 +184,7 @@ class Taping:
             taken[:] = [name for name in sums if name not in left]
             if not apart:
                 shards.prepare_gradients(step.trainable)
+                shards.gradients.clear_holes()
             self._settle(values, ports(runnable.program.outputs, "kept"))
             return values
 
@@ -189,8 +205,24 @@ class Taping:
         backward.owned = []
         if not apart:
             self.chunks = shards.gradients.snapshot()
+            shards.drop_gradients()  # what the recording took is not zero where it must be before a replay
+        self._num_tapes += 1
         chunks = None if apart else self.chunks
-        return Tape(step, kind, forward, backward, chunks, {n: sums[n] for n in taken}, first.program.outputs)
+        taken_sums = {name: sums[name] for name in taken}
+        return Tape(step, kind, forward, backward, chunks, taken_sums, first.program.outputs, second.program.grads)
+
+    def _ready_chunks(self, step: StepProgram) -> None:
+        """Let the chunks exist that a recording is to write to, unless it may take them itself.
+
+        What a recording takes may lie where it and earlier ones have activations. Its own forward runs when no gradient is there,
+        but others may run at any time: so the first recording alone does that, of a model whose gradients go before each forward.
+        """
+        gradients = self._executor.shards.gradients
+        if self.chunks is not None:
+            woken = gradients.wake(self.chunks)
+            assert woken, "gradients are in use where a recording is to write them"
+        elif self._num_tapes or gradients.stay:
+            self._executor.shards.prepare_gradients(step.trainable)
 
     def _handed_over(self, step: StepProgram, forward: Recorded, programs: tuple[Runnable, Runnable]) -> list[Any]:
         """The slot table of a backward, with what its forward leaves."""

@@ -14,7 +14,7 @@ from zcompile.program import Runnable, StepProgram, Transfer
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.pace import Pace
 from zcompile.runtime.recorder import Recorder
-from zcompile.runtime.tape import Kind, Read, Tape, Taping, unfit
+from zcompile.runtime.tape import Kind, Read, Tape, Taping, ports, unfit
 
 #: runs of a kind of micro-batch before one is recorded: they compile kernels, and allocate what a recording may not
 WARM_STEPS = 2
@@ -33,6 +33,9 @@ DEVICE_BOUND = "the host issues it faster than the device runs it"
 
 #: why a step is not replayed that moves values to the host
 MOVES = "activations of it are offloaded"
+
+#: why a step is not replayed whose reductions would leave local gradients out
+OTHER_SUMS = "gradients of other parameters wait for its reductions than when it was recorded"
 
 #: why a step is not replayed yet; nobody is told
 NOT_WARM = "it is not warm yet"
@@ -110,7 +113,7 @@ class Tapes:
         adds = not kind.local and self._has_gradients(step)
         key = (id(step), kind, adds)
         tape = self._tapes.get(key)
-        self.reason = self._problem(step, kind, tape, read)
+        self.reason = self._problem(step, kind, tape, programs, read)
         if not self.reason and (tape is None or key not in self._tapes):
             tape = self._record(step, kind, programs, read, adds)
         if self.reason:
@@ -131,18 +134,20 @@ class Tapes:
         return self._warm.get((id(step), kind), 0) >= WARM_STEPS
 
     def _has_gradients(self, step: StepProgram) -> bool:
-        """Whether gradients are there, or in use, where a backward would write them."""
-        chunks = None if self._taping is None else self._taping.chunks
-        return self._executor.shards.has_gradients(step.trainable) or (chunks is not None and chunks.are_held())
+        """Whether gradients are there, or in use, where a backward would write them: also those of other steps, in the same chunks."""
+        shards, chunks = self._executor.shards, None if self._taping is None else self._taping.chunks
+        if shards.has_gradients(step.trainable):
+            return True
+        return chunks is not None and (shards.gradients.any_set(chunks.prepared) or chunks.are_held())
 
-    def _problem(self, step: StepProgram, kind: Kind, tape: Tape | None, read: Read) -> str:
+    def _problem(self, step: StepProgram, kind: Kind, tape: Tape | None, programs: Programs, read: Read) -> str:
         if self.paused:
             return self.paused
         if self._holder() is not None:
             return IN_USE
         if tape is not None:
             if tape.forward.holds(read):
-                return ""
+                return "" if tape.finds(self._executor.accumulation.local) else OTHER_SUMS
             self.close()
         if self._over:
             return self._over
@@ -160,8 +165,11 @@ class Tapes:
             self._pace = None
         if not self._is_warm(step, kind):
             return NOT_WARM
-        if kind.takes and (self._taping is None or not self._taping.places):
-            return NOT_WARM  # what the first micro-batch leaves lies where its forward gathers it, if that is recorded first
+        if kind.takes:
+            # what the first micro-batch leaves lies where its forward gathers it, if that is recorded first
+            places = {} if self._taping is None else self._taping.places
+            if any(port.key not in places for port in ports(programs()[0].program.inputs, "kept")):
+                return NOT_WARM
         return unfit(program, read, self._executor.buffers.device)
 
     # Recording. -------------------------------------------------------------------------------------------------------
@@ -202,7 +210,7 @@ class Tapes:
         local = self._executor.accumulation.local
         if all(known is not tape for known in self._tapes.values()):
             return None  # other threads closed it
-        if kind != tape.kind or any(local.get(name) is not value for name, value in tape.sums.items()):
+        if kind != tape.kind or not tape.finds(local):
             self._tell("a window or no_sync() begins or ends between a forward and its backward")
             return None
         if tape.chunks is not None and not self._executor.shards.gradients.wake(tape.chunks):

@@ -229,7 +229,7 @@ def gathered_in_chunks() -> None:
     case = CASES["deep"]
     model = zcompile.compile(case.build(), stage=3, backend="eager", verify="off")
     gradients = model._session.runner.shards.gradients
-    gradients._keeps, keep = False, walk.KEEP_BYTES
+    gradients.stay, keep = False, walk.KEEP_BYTES
     walk.KEEP_BYTES = 0
     try:
         optimizer = adamw(model)

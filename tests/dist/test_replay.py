@@ -1,7 +1,4 @@
-"""Replayed steps: the same bits as issued ones, whatever a loop does, on a recorder that does again what it recorded.
-
-It stands for CUDA graphs: results lie at fixed addresses, and what a forward left is overwritten once its backward has run.
-"""
+"""Replayed steps: the same bits as issued ones, whatever a loop does."""
 
 from __future__ import annotations
 
@@ -12,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zcompile
-from tests.dist.models import net, rows
+from tests.dist.models import net
 from tests.dist.pool import Pools
-from tests.dist.training import LR, full_gradients, this_rank
-from zcompile.runtime.tapes import WARM_STEPS, Tapes
+from tests.dist.replays import Again, Counting, mine, replayed, same, same_everywhere, twins
+from zcompile.errors import BackwardError
+from zcompile.runtime.tapes import IN_USE, OTHER_SUMS, WARM_STEPS
 
 pytestmark = pytest.mark.dist
 
@@ -26,115 +24,6 @@ SHARES_CAPTURES = True
 
 STEPS = 6
 REPLAYED = STEPS - WARM_STEPS
-
-
-class Again:
-    """A recorder for the CPU: a replay runs the program on the same tensors and writes over the same results.
-
-    All recordings have one memory, so a replay destroys what nobody may read any more: once a backward has run, what its forward
-    left, and when a forward runs, what earlier ones returned. Gradients in their chunks and full parameters in their places stay.
-    """
-
-    def __init__(self, executor: Any, spoils: bool) -> None:
-        self.executor = executor
-        self.spoils = spoils
-        self.forwards: list[list[Tensor]] = []
-        self.returned: list[Tensor] = []
-
-    def record(self, body: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
-        assert isinstance(body, partial)
-        run, runnable, slots = body.func, body.args[0], list(body.args[1])
-        results = list(body())
-        ends = [port.slot for port in runnable.program.outputs]
-        given = {t.data_ptr() for t in slots if t is not None}
-        stays = {results[port.slot].data_ptr() for port in runnable.program.outputs if port.kind == "kept"}
-        is_backward = any(port.kind == "tangent" for port in runnable.program.inputs)
-        if is_backward:
-            left = self.forwards[-1]
-            left[:] = [t for t in left if t.is_floating_point() and t.data_ptr() not in stays]
-            stays |= {gradient.address for gradient in self.executor.shards.gradients.prepared if gradient is not None}
-            self.returned += [results[i] for i in ends if results[i].data_ptr() not in stays]
-        else:
-            left = [results[i] for i in ends if results[i].data_ptr() not in given]
-            self.forwards.append(left)
-
-        def replay() -> None:
-            if not is_backward and self.spoils:
-                for tensor in self.returned:
-                    tensor.fill_(float("nan"))
-            with self.executor.recording():
-                fresh = run(runnable, list(slots))
-            for i in dict.fromkeys(ends):
-                if fresh[i] is not results[i] and fresh[i].data_ptr() != results[i].data_ptr():
-                    results[i].copy_(fresh[i])
-            if is_backward and self.spoils:
-                for tensor in left:
-                    tensor.fill_(float("nan"))
-
-        recording = type("Recording", (), {"replay": staticmethod(replay)})()
-        return recording, list(results)
-
-    def borrow(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def hidden_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        for tensor in (t for left in self.forwards for t in left):
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))  # the memory is somebody else's then
-        self.forwards = []
-
-
-def compiled(model: nn.Module, stage: int, said: list[str] | None, **options: Any) -> Any:
-    """Compiled, and with ``said`` replayed; the reasons why a step is not go there."""
-    model = zcompile.compile(model, stage=stage, backend="eager", verify="off", **options)
-    if said is not None:
-        runner = model._session.runner
-        runner.tapes = Tapes(runner.executor, partial(Again, runner.executor, True), said.append)
-    return model
-
-
-class Counting(nn.Module):
-    """A model with a buffer that each forward changes, and one that users replace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-        self.norm = nn.BatchNorm1d(7)
-        self.register_buffer("scale", torch.ones(7))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return self.inner(self.norm(x) * self.scale)
-
-
-def twins(stage: int, make: Callable[[], nn.Module] = net, **options: Any) -> tuple[list[Any], list[Any], list[str]]:
-    """One model that is replayed and one that is not, with their optimizers and what the first says."""
-    said: list[str] = []
-    torch.manual_seed(5)
-    first = make()
-    torch.manual_seed(5)
-    models = [compiled(first, stage, said, **options), compiled(make(), stage, None, **options)]
-    return models, [zcompile.optim.AdamW(m.parameters(), lr=LR) for m in models], said
-
-
-def mine(step: int, count: int = 3) -> Tensor:
-    return rows(step, this_rank(), count)
-
-
-def same(a: Any, b: Any, what: str) -> None:
-    assert (a is None) == (b is None), what
-    assert a is None or torch.equal(a, b), f"{what}: {a} and {b}"
-
-
-def same_everywhere(models: list[Any], what: str) -> None:
-    grads = [full_gradients(m) for m in models]
-    states = [m.full_state_dict() for m in models]
-    for name in grads[0]:
-        same(grads[0][name], grads[1][name], f"gradient of {name} {what}")
-    for name in states[0]:
-        same(states[0][name], states[1][name], f"{name} {what}")
 
 
 def plain(model: Any, optimizer: Any, step: int) -> Tensor:
@@ -167,6 +56,18 @@ def two_batches(model: Any, optimizer: Any, step: int) -> Tensor:
     for micro in range(2):
         losses.append(model(mine(10 * step + micro))["loss"])
         losses[-1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def three_batches(model: Any, optimizer: Any, step: int) -> Tensor:
+    """What is warm first is a micro-batch that adds to gradients."""
+    losses = []
+    for micro in range(3):
+        losses.append(model(mine(10 * step + micro))["loss"])
+        losses[-1].backward()
+    model.clip_grad_norm_(0.1)
     optimizer.step()
     optimizer.zero_grad()
     return torch.stack(losses)
@@ -251,10 +152,11 @@ LOOPS: dict[str, tuple[Callable[..., Tensor], int]] = {
     "zero_before": (zero_before, REPLAYED),
     "zero_between": (zero_between, STEPS - WARM_STEPS),
     "two_batches": (two_batches, 2 * STEPS - WARM_STEPS),
+    "with_eval": (with_eval, REPLAYED),
+    "three_batches": (three_batches, 3 * STEPS - WARM_STEPS),
     "local_batch": (local_batch, 2 * STEPS - 2 * WARM_STEPS),
     "two_forwards": (two_forwards, STEPS - 1),
     "twice_through": (twice_through, STEPS - 1),
-    "with_eval": (with_eval, REPLAYED),
     "other_sizes": (other_sizes, REPLAYED - 1),
     "of_inputs": (of_inputs, REPLAYED),
     "asked_for": (asked_for, 2 * STEPS - WARM_STEPS),
@@ -267,7 +169,7 @@ def follows(name: str, stage: int, homeless: bool) -> int:
     loop, _ = LOOPS[name]
     models, optimizers, _ = twins(stage)
     for model in models if homeless else ():
-        model._session.runner.shards.gradients._keeps = False  # as a large model's gradients, they come and go
+        model._session.runner.shards.gradients.stay = False  # as a large model's gradients, they come and go
     for step in range(STEPS):
         results = [loop(m, o, step) for m, o in zip(models, optimizers, strict=True)]
         same(*results, f"losses of step {step}")
@@ -288,24 +190,24 @@ def test_replayed_steps_equal_issued_ones(ranks: Pools, name: str, homeless: boo
 def outlives(stage: int) -> None:
     """Outputs and gradients that a loop keeps stay as they are, and inputs are its own after the forward."""
     models, optimizers, said = twins(stage)
-    replayed, optimizer = models[0], optimizers[0]
-    replayed._session.runner.shards.gradients._keeps = False
+    model, optimizer = models[0], optimizers[0]
+    model._session.runner.shards.gradients.stay = False
     kept: list[tuple[Any, Any]] = []
     for step in range(STEPS):
         x = mine(step)
-        out = replayed(x)
+        out = model(x)
         if step in (WARM_STEPS, WARM_STEPS + 1):
             x.zero_()
         (2 * out["loss"]).backward()
         if step == WARM_STEPS + 1:
-            grad = replayed.get_parameter("middle.weight").grad
+            grad = model.get_parameter("middle.weight").grad
             kept.append((grad, grad.to_local().clone()))
         kept.append((out["out"].detach(), out["out"].detach().clone()))
         optimizer.step()
         optimizer.zero_grad()
     for now, then in kept:
         same(now.to_local() if hasattr(now, "to_local") else now, then, "what was kept")
-    assert replayed.report().replays == REPLAYED and not said, said
+    assert model.report().replays == REPLAYED and not said, said
 
 
 def test_what_a_loop_keeps_is_not_overwritten(ranks: Pools) -> None:
@@ -350,28 +252,83 @@ def test_a_buffer_is_replaced_between_a_forward_and_its_backward(ranks: Pools) -
     ranks(2, replaces_before_backward, stage=3)
 
 
-class Refuses(Again):
-    """A device that cannot record the second program."""
+def writes_a_buffer(stage: int) -> None:
+    """Between a forward and its backward, which needs it as it was."""
+    models, optimizers, _ = twins(stage, Counting)
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = model(mine(step))["loss"]
+            if step % 2:
+                model.scale.mul_(0.5)
+                with pytest.raises(BackwardError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        same_everywhere(models, f"after step {step}")
+    assert models[0].report().replays == STEPS - WARM_STEPS - 1
 
-    def record(self, body: Any) -> Any:
-        if self.forwards:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
-        return super().record(body)
+
+def test_a_buffer_is_written_between_a_forward_and_its_backward(ranks: Pools) -> None:
+    ranks(2, writes_a_buffer, stage=3)
 
 
-def cannot_record(stage: int) -> None:
-    models, optimizers, said = twins(stage)
-    runner = models[0]._session.runner
-    runner.tapes = Tapes(runner.executor, partial(Refuses, runner.executor, True), said.append)
+def sums_of_others(stage: int) -> None:
+    """The local gradients of a window are now of more and now of fewer parameters than when its end was recorded."""
+    models, optimizers, said = twins(stage, gradient_accumulation_steps=2, policy="hold{units=0 first=0},prefetch")
+    for step in range(3 * STEPS):
+        for model in models:
+            for micro in range(2):
+                model(mine(2 * step + micro), extra=micro == 1 or step % 4 == 3)["loss"].backward()
+        same_everywhere(models, f"before the update of step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert said == [OTHER_SUMS], said
+
+
+def test_local_gradients_of_other_parameters(ranks: Pools) -> None:
+    ranks(2, sums_of_others, stage=1)
+
+
+def takes_more(stage: int) -> None:
+    """The middle of a window is warm where more stays than any recorded backward left."""
+    models, _, said = twins(stage, gradient_accumulation_steps=2, policy="keep{units=99},prefetch")
+    for step in range(2 * STEPS):
+        extra = step > WARM_STEPS
+        for model in models:
+            early = (
+                model(mine(90), extra=False)["loss"] if extra else None
+            )  # it has the memory, so that the first is issued
+            model(mine(2 * step), extra=extra)["loss"].backward()
+            del early
+            model(mine(2 * step + 1), extra=extra)["loss"].backward()
+        same_everywhere(models, f"after step {step}")
+        for model in models:
+            model.zero_grad()
+    assert said == [IN_USE] and models[0].report().replays == 2 + 2 * STEPS - WARM_STEPS - 1, said
+
+
+def test_the_middle_of_a_window_takes_what_no_recording_left(ranks: Pools) -> None:
+    ranks(2, takes_more, stage=3)
+
+
+def cannot_record(stage: int, fails_at: int) -> None:
+    models, optimizers, _ = twins(stage)
+    said = replayed(models[0], partial(Again, fails_at=fails_at))
     for step in range(STEPS):
         same(*(plain(m, o, step) for m, o in zip(models, optimizers, strict=True)), f"losses of step {step}")
     assert models[0].report().replays == 0
     assert said == ["the device cannot record it: operation not permitted when stream is capturing"], said
-    assert runner.executor.buffers.live_bytes == 0
+    executor = models[0]._session.runner.executor
+    assert executor.buffers.live_bytes == 0 and executor.collectives._unfinished == 0
 
 
-def test_a_device_that_cannot_record(ranks: Pools) -> None:
-    ranks(2, cannot_record, stage=3)
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_device_that_cannot_record(ranks: Pools, fails_at: int) -> None:
+    """In the middle of the forward, or of the backward."""
+    ranks(2, cannot_record, stage=3, fails_at=fails_at)
 
 
 def windows(model: Any, optimizer: Any, step: int) -> Tensor:
@@ -393,7 +350,7 @@ def within_a_window(stage: int, homeless: bool, options: dict[str, Any]) -> tupl
     """Train twins in windows; returns how many forwards were replayed, and why some were not."""
     models, optimizers, said = twins(stage, gradient_accumulation_steps=3, **options)
     for model in models if homeless else ():
-        model._session.runner.shards.gradients._keeps = False
+        model._session.runner.shards.gradients.stay = False
     for step in range(STEPS):
         losses = [windows(m, o, step) for m, o in zip(models, optimizers, strict=True)]
         same(*losses, f"losses of step {step}")
