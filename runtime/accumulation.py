@@ -66,8 +66,8 @@ class Accumulation:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradients that are not in ``.grad`` yet."""
-        return sum(t.nbytes for kind in (self.local, self.reduced) for t in kind.values())
+        """Bytes of the gradients that are not in ``.grad`` yet, and of the places for them."""
+        return sum(t.nbytes for kind in (self.places | self.local, self.reduced) for t in kind.values())
 
     def add_local(self, values: Mapping[str, Tensor]) -> None:
         """Add full local gradients by parameter; they are not kept."""

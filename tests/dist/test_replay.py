@@ -356,7 +356,11 @@ def within_a_window(stage: int, homeless: bool, options: dict[str, Any]) -> tupl
         same(*losses, f"losses of step {step}")
         same_everywhere(models, f"after step {step}")
     assert all(m._session.runner.executor.buffers.live_bytes == 0 for m in models)
-    return models[0].report().replays, said
+    reports = [m.report() for m in models]
+    # one replays into places of its own; in `.grad` are none of both
+    kept = sum(t.nbytes for t in models[0]._session.runner.executor.accumulation.places.values())
+    assert reports[0].gradient_bytes == reports[1].gradient_bytes + kept and (kept > 0) == (stage < 2)
+    return reports[0].replays, said
 
 
 #: options, and how many forwards of the first two windows are replayed: micro-batches of one kind are warm sooner
