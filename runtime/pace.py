@@ -19,18 +19,20 @@ STEPS = 20
 
 
 class _Measured:
-    """One step: events of the device around it, and what the host took to issue it."""
+    """One step: events of the device around its forward and around its backward, and what the host took to issue both.
 
-    def __init__(self, first: Any) -> None:
-        self.first = first
-        self.last: Any = None
+    What the host does between them is no part of it: a replay would not shorten that.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[Any, Any]] = []
         self.behind = False
         self.host_ms = 0.0
 
     def waited_for_the_host(self) -> bool:
         """Whether it did, and ended when another step has been issued: else the device is behind the host."""
-        done = not self.behind and self.last.query()
-        return done and self.host_ms >= HOST_BOUND * self.first.elapsed_time(self.last)
+        done = not self.behind and self.spans[-1][1].query()
+        return done and self.host_ms >= HOST_BOUND * sum(begin.elapsed_time(end) for begin, end in self.spans)
 
 
 class Pace:
@@ -55,31 +57,28 @@ class Pace:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """The body issues a forward."""
-        step = self._latest = _Measured(self._event())
-        step.first.record()
+        step = self._latest = _Measured()
         with self._issuing(step):
             yield
         # with so much left of what came before, such as states that stream through it, it is the host that waits, for room in its
         # queue
-        step.behind = not step.first.query()
+        step.behind = not step.spans[0][0].query()
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """The body issues the backward of the latest forward."""
-        step = self._latest
-        if step is None:
+        with contextlib.nullcontext() if self._latest is None else self._issuing(self._latest):
             yield
-            return
-        with self._issuing(step):
-            yield
-        step.last = self._event()
-        step.last.record()
 
     @contextlib.contextmanager
     def _issuing(self, step: _Measured) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin, end = self._event(), self._event()
+        start = time.perf_counter()
+        begin.record()
         yield
-        step.host_ms += (time.perf_counter() - begin) * 1e3
+        end.record()
+        step.host_ms += (time.perf_counter() - start) * 1e3
+        step.spans.append((begin, end))
 
     def is_host_bound(self) -> bool:
         """Whether the latest steps waited for the host. Asked before each forward; never waits for the device.
@@ -88,7 +87,7 @@ class Pace:
         however slow the host is.
         """
         step, self._latest = self._latest, None
-        if step is None or step.last is None:
+        if step is None or len(step.spans) < 2:
             return False
         step, self._before = self._before, step
         if step is None:

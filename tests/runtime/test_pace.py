@@ -31,21 +31,32 @@ class Clock:
 
         return Event()
 
-    def step(
-        self, pace: Pace, host: float, device: float, after: float = 0.0, update: float = 0.0, tail: float = 0.0
-    ) -> bool:
-        """A step of ``host`` seconds to issue and ``device`` to run, and what the loop does after it.
+    def issue(self, host: float, device: float, tail: float) -> None:
+        """Something that takes so many seconds to issue, and so many on the device, which begins with its start and ends ``tail`` seconds
+        behind its end, at least. The host issues no more than 0.1 seconds ahead."""
+        begin = max(self.now, self.device)
+        self.now = max(self.now + host, self.device - 0.1)
+        self.device = max(begin + device, self.now + tail)
 
-        The device runs an update of so many seconds then; the host issues no more than 0.1 seconds ahead of it. The last kernels of
-        the backward end ``tail`` seconds after it is issued, at least.
+    def step(
+        self,
+        pace: Pace,
+        host: float,
+        device: float,
+        after: float = 0.0,
+        update: float = 0.0,
+        tail: float = 0.0,
+        loss: float = 0.001,
+    ) -> bool:
+        """A step of ``host`` seconds to issue and ``device`` to run, and what the loop does for its loss and after it.
+
+        The device runs an update of so many seconds then.
         """
         with pace.forward():
-            self.now = max(self.now + host / 3, self.device - 0.1)
-            self.device = max(self.device, self.now) + device / 3
-        self.now += 0.001  # the loss
+            self.issue(host / 3, device / 3, 0.0)
+        self.now += loss
         with pace.backward():
-            self.now += host * 2 / 3
-            self.device = max(self.device, self.now + tail, max(self.device, self.now - host / 3) + device * 2 / 3)
+            self.issue(host * 2 / 3, device * 2 / 3, tail)
         self.now += after
         self.device = max(self.device, self.now) + update
         return pace.is_host_bound()
@@ -78,6 +89,14 @@ def test_the_end_of_a_backward_runs_when_the_next_forward_comes(monkeypatch: pyt
     clock = Clock(monkeypatch)
     pace = Pace(clock.event)
     assert [clock.step(pace, 0.030, 0.010, tail=0.0002) for _ in range(IN_A_ROW + 2)][-2:] == [True, True]
+
+
+def test_what_the_host_does_between_forward_and_backward_counts_for_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, is_slow in ((0.010, True), (0.040, False)):
+        clock = Clock(monkeypatch)
+        pace = Pace(clock.event)
+        answers = [clock.step(pace, 0.030, device, loss=0.020) for _ in range(IN_A_ROW + 2)]
+        assert answers[-2:] == [is_slow] * 2
 
 
 def test_one_slow_step_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
