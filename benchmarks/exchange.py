@@ -1,6 +1,7 @@
 """What moving weights and gradients by copy engines costs the computation beside it, on one GPU.
 
-python benchmarks/exchange.py
+python benchmarks/exchange.py                  on streams of high priority, as the runtime does
+python benchmarks/exchange.py --priority 0     on streams of the computation's priority
 
 The products of one block's forward and backward run on one stream, what one of two ranks does for its collectives on two others: two
 gathers of the block's weights (float32 shards, sent in bfloat16) and one reduction of its gradients. What the other rank would read and
@@ -85,9 +86,9 @@ class Block:
         average(self.reduced, self.own, [self.got], 0)
 
 
-def recorded(compute: Work, beside: Sequence[tuple[Work, int]], blocks: int) -> torch.cuda.CUDAGraph:
+def recorded(compute: Work, beside: Sequence[tuple[Work, int]], blocks: int, priority: int) -> torch.cuda.CUDAGraph:
     """So many blocks with work beside them, each kind so often a block and on a stream of its own."""
-    streams = [torch.cuda.Stream(priority=-1) for _ in beside]
+    streams = [torch.cuda.Stream(priority=priority) for _ in beside]
     compute()
     for work, _ in beside:
         work()
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="1.1B,8B")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--priority", type=int, default=-1, help="of the streams beside; less is more urgent")
     args = parser.parse_args()
     print(f"{'ms of a block':28}{'median':>9}{'quartiles':>18}{'costs':>9}")
     for name in args.sizes.split(","):
@@ -134,7 +136,7 @@ def main() -> None:
             "both": [(block.gather, 2), (block.reduce, 1)],
             "both in two passes": [(block.gather_in_two, 2), (block.reduce_in_two, 1)],
         }
-        graphs = {kind: recorded(block.compute, beside, args.blocks) for kind, beside in kinds.items()}
+        graphs = {kind: recorded(block.compute, beside, args.blocks, args.priority) for kind, beside in kinds.items()}
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(args.repeats):
             for kind, graph in graphs.items():  # in turn, so that all see the same clocks
