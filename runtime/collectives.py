@@ -19,10 +19,9 @@ from torch.distributed import ReduceOp
 from zcompile import compat
 from zcompile.errors import RankError
 from zcompile.runtime.buffers import parts
-from zcompile.runtime.device_watch import DeviceWatch
+from zcompile.runtime.device_watch import DeviceWatches
 from zcompile.runtime.peers import MIN_BYTES, Copied, PeerCopies
 from zcompile.runtime.ranks.agreement import Agreement
-from zcompile.runtime.ranks.judge import Wait
 
 BACKEND_GRACE = 120.0  # seconds by which the backend's own timeout comes after ours, which says more
 
@@ -117,10 +116,10 @@ class Collectives:
         self.let_go: Callable[[], None] = lambda: None
         self._device = mesh.device
         self.peers: PeerCopies | None = None
-        self._watches: dict[str, DeviceWatch] = {}
+        self._watches = DeviceWatches(agreement, mesh.device)
         if self._size > 1:
             compat.set_group_timeout(self._group, agreement.timeout + BACKEND_GRACE)
-            agreement.watch_device(self._oldest, self._abort)
+            agreement.watch_device(self._watches.oldest, self._abort)
 
     @property
     def peer_bytes(self) -> int:
@@ -209,7 +208,7 @@ class Collectives:
         if self.peers is not None and not self._closed and not self._unfinished:
             torch.cuda.synchronize(self._device)  # the others may still read what lies in this rank's memory
         self._closed, self._group, self.peers = True, None, None
-        self._watches.clear()  # they hold works, and these the buffers that they wrote
+        self._watches.clear()
 
     # Recording. -------------------------------------------------------------------------------------------------------
 
@@ -236,7 +235,7 @@ class Collectives:
         yield
         if not self._on_host:
             end = Copied.here()
-            self._watch("replay", number, end, description)
+            self._watches.note("replay", number, end, description)
             if self.peers is not None:
                 self.peers.replayed = end
 
@@ -259,17 +258,6 @@ class Collectives:
         compat.foreach_copy(casts, shards)
         return casts
 
-    def _oldest(self) -> Wait | None:
-        """What the device has waited for longest. Called from the board's thread."""
-        waits = [wait for watch in list(self._watches.values()) if (wait := watch.oldest()) is not None]
-        return min(waits, key=lambda wait: wait.needs, default=None)
-
-    def _watch(self, lane: str, number: int, work: Any, description: str) -> None:
-        watch = self._watches.get(lane)
-        if watch is None:
-            watch = self._watches[lane] = DeviceWatch(self._agreement)
-        watch.newest = (number, work, description)
-
     def _start(
         self,
         start: Callable[[], Sequence[Any]],
@@ -285,7 +273,7 @@ class Collectives:
             raise self._agreement.explain(error, description) from error
         self._unfinished += 1
         if not self._on_host and works and not self._records:
-            self._watch(lane, number, works[-1], description)
+            self._watches.note(lane, number, works[-1], description)
         return Pending(self, works, finish, kept, description, number, lane)
 
     def _finish(self, pending: Pending, works: Sequence[Any], description: str) -> None:

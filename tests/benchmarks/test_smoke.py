@@ -41,6 +41,19 @@ def test_train_step(programs: Programs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_loopback(programs: Programs, tmp_path: Path) -> None:
+    """One rank of two that stands for both: it holds half of the states, and takes part in what two ranks would."""
+    out = tmp_path / "out.json"
+    options = ("--device", "cpu", "--sizes", "tiny", "--backend", "eager", "--steps", "2", "--json", str(out))
+    text = programs(BENCHMARKS / "loopback.py", *options, "--profile")
+    rows = {row["system"]: row for row in json.loads(out.read_text())}
+    assert list(rows) == ["single", "single-zc", "zc3"] and not any("error" in row for row in rows.values()), rows
+    assert [rows[name]["world_size"] for name in rows] == [1, 1, 2]
+    assert "unshard" in rows["zc3"]["passes"] and rows["zc3"]["vs_limit"] > 0
+    assert "rank 0 of 2" in text and "all_gather of embed" in text
+
+
+@pytest.mark.slow
 def test_growth(programs: Programs) -> None:
     """Three points on no line: each is shown with what it is off by."""
     options = ("--device", "cpu", "--size", "tiny", "--backend", "eager", "--nproc", "1", "--steps", "2")

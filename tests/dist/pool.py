@@ -92,7 +92,9 @@ class Pool:
 
     def _lost(self, rank: int, kind: str, seconds: float) -> Outcome:
         log = self.folder / f"rank{rank}.log"
-        return Outcome(kind, text=log.read_text()[-3000:] if log.exists() else "", seconds=seconds)
+        text = log.read_text() if log.exists() else ""
+        fatal = text.find("Fatal Python error")  # the thread that ended the process comes first, and others may be many
+        return Outcome(kind, text=text[-3000:] if fatal < 0 else text[fatal:][:9000], seconds=seconds)
 
     def kill(self) -> None:
         """End the workers; they hold nothing that needs an orderly end."""

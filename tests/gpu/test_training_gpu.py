@@ -118,7 +118,7 @@ def test_nothing_stays_gathered_after_a_step(results: Results, world_size: int, 
 def test_copy_engines_move_what_they_should(results: Results, job: str) -> None:
     """The copies are used where they are asked for, and give what NCCL gives."""
     copied, through_nccl = results.of(2, job), results.of(2, job.removesuffix(":peers"))
-    if torch.cuda.can_device_access_peer(0, 1):
+    if SHARES or torch.cuda.can_device_access_peer(0, 1):
         assert copied["peer_bytes"] > 0
     assert through_nccl["peer_bytes"] == 0, "its buckets are small"
     tolerance = 1e-6 if "fp32" in job else 1e-4  # attention's backward adds up in another order in each run
@@ -224,8 +224,6 @@ def test_peak_memory_falls_with_the_stage(results: Results) -> None:
     "how", ["raises", "killed", "raises:peers", "killed:peers", "raises:graphs", "killed:peers+graphs"]
 )
 def test_a_failing_rank_ends_the_other(tmp_path: Path, how: str) -> None:
-    if SHARES and how.startswith("killed"):
-        pytest.skip("on one GPU the rank that was left did not end (`killed:peers`, seen twice, not understood)")
     ends = run(2, tmp_path, DEVICE, BACKEND, how, limit=150.0)
     assert "failing" in ends[1].output, ends[1].output[-3000:]
     assert ends[0].code not in (0, -9), f"exit code {ends[0].code}\n{ends[0].output[-3000:]}"
