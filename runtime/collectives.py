@@ -116,7 +116,7 @@ class Collectives:
         self.let_go: Callable[[], None] = lambda: None
         self._device = mesh.device
         self.peers: PeerCopies | None = None
-        self._watches = DeviceWatches(agreement, mesh.device)
+        self._watches = DeviceWatches(agreement)
         if self._size > 1:
             compat.set_group_timeout(self._group, agreement.timeout + BACKEND_GRACE)
             agreement.watch_device(self._watches.oldest, self._abort)

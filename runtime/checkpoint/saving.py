@@ -13,8 +13,9 @@ from zcompile.errors import CheckpointError, RankError, ZCompileError
 from zcompile.runtime.checkpoint import folder, storage
 from zcompile.runtime.checkpoint.folder import Manifest
 from zcompile.runtime.checkpoint.pieces import Piece
-from zcompile.runtime.ranks.agreement import Agreement, describe
+from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.ranks.exchange import exchange
+from zcompile.runtime.ranks.texts import describe
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from zcompile.runtime.ranks.board import Board, Failure, Position
 from zcompile.runtime.ranks.history import Call, History
 from zcompile.runtime.ranks.judge import ADVICE, Judge, Wait, first_difference
 from zcompile.runtime.ranks.sequence import Sequence, TextSequence, digest_of
-from zcompile.runtime.ranks.texts import name_difference
+from zcompile.runtime.ranks.texts import describe, name_difference
 
 PATIENCE = 1.5  # seconds of waiting before a rank asks where the others are
 SLICE = 0.2  # seconds that one try to finish a wait may block
@@ -24,7 +24,7 @@ LOST_CONNECTION = 25.0  # seconds to find out which rank broke a connection
 FAREWELL = 5.0  # seconds that the host of the store stays for others to read why it ended
 
 
-__all__ = ["Agreement", "Sequence", "TextSequence", "describe"]
+__all__ = ["Agreement", "Sequence", "TextSequence"]
 
 
 class Agreement:
@@ -249,8 +249,7 @@ class Agreement:
     def position(self, roll: int) -> Position:
         wait = self._wait or self._oldest_device_wait()
         calls, (kind, digest) = self._calls, self._call
-        state, topic, needs = "running", "", 0
-        text = f"runs its own code after {self.name_call()}" if calls else "has made no call yet"
+        state, text, topic, needs = "running", self._own_code(), "", 0
         if self.is_closed:
             state, text = "closed", f"has left after {self.name_call()}" if calls else "has left without a call"
         elif wait is not None:
@@ -268,11 +267,14 @@ class Agreement:
             self._break(kind, failure.body, post=False)
 
     def on_tick(self, now: float) -> None:
-        board, wait = self._board, self._wait or self._oldest_device_wait() or self.beside
-        if board is None or wait is None or self._error is not None:
+        if (board := self._board) is None or self._error is not None:
             return
-        waited = now - wait.since
-        if waited < PATIENCE and not wait.urgent:
+        verdict = self._judge.missing(board, self._wait.text if self._wait else self._own_code())
+        if verdict is not None:  # before the device is asked for waits: it may not answer any more
+            board.read_failure()
+            return self._break(verdict.kind, verdict.body)
+        wait = self._wait or self._oldest_device_wait() or self.beside
+        if wait is None or ((waited := now - wait.since) < PATIENCE and not wait.urgent):
             return
         verdict = self._judge.look(board, wait, self.position(0), now)
         if verdict is not None:
@@ -373,6 +375,9 @@ class Agreement:
         waits = [w for w in (oldest() for oldest in self._device_waits) if w is not None]
         return min(waits, key=lambda w: w.since, default=None)
 
+    def _own_code(self) -> str:
+        return f"runs its own code after {self.name_call()}" if self._calls else "has made no call yet"
+
     def _where(self) -> str:
         return f"in {self.name_call()}, " if self._calls else ""
 
@@ -392,9 +397,3 @@ class Agreement:
     def _copy(self) -> RankError:
         assert self._error is not None
         return type(self._error)(*self._error.args)
-
-
-def describe(error: BaseException) -> str:
-    """An error's class and first line, for other ranks."""
-    first = str(error).splitlines()[0] if str(error) else ""
-    return f"{type(error).__name__}: {first[:500]}" if first else type(error).__name__

@@ -198,6 +198,11 @@ class Board:
         positions = [Position(**json.loads(value)) for value in values]
         return {p.rank: p for p in positions if p.roll >= roll or p.state == "closed"}
 
+    def position_of(self, rank: int) -> Position | None:
+        """The latest position that a rank has posted; None before its first."""
+        key = f"position/{rank}"
+        return Position(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
     def texts(self, topic: str) -> list[str]:
         """What the ranks have published for ``topic``; once for each rank: the last one clears the board."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from zcompile.errors import RankError, RankMismatchError
 from zcompile.runtime.ranks.board import Board, Position, Vote
 from zcompile.runtime.ranks.history import Call
+from zcompile.runtime.ranks.neighbour import Neighbour
 from zcompile.runtime.ranks.process import has_ended
 
 ROLL_INTERVAL = 2.0  # seconds between two roll calls of a waiting rank
@@ -58,9 +59,15 @@ class Judge:
         self.world_size = world_size
         self.latest: dict[int, Position] = {}
         self._wait: Wait | None = None
+        self._neighbour = Neighbour(rank, world_size)
         self._roll = 0  # being called; 0: none
         self._called = 0.0
         self._steady: dict[int, tuple[int, int, float, float]] = {}  # by rank: roll, change, since when, seen last
+
+    def missing(self, board: Board, text: str) -> Verdict | None:
+        """A verdict if the process that this rank looks after has ended without a word; ``text`` says what this rank does."""
+        gone = self._neighbour.ended(board)
+        return None if gone is None else Verdict(RankError, _gone([gone], self.rank, text), gone)
 
     def look(self, board: Board, wait: Wait, me: Position, now: float) -> Verdict | None:
         """One look at the others; a verdict if ``wait`` cannot end well."""
@@ -83,9 +90,7 @@ class Judge:
             if verdict is not None:
                 return verdict
         if ended := _ended(board, self._roll, silent):
-            verb = "its process has" if len(ended) == 1 else "their processes have"
-            body = f"{name_ranks(ended)} {'is' if len(ended) == 1 else 'are'} gone: {verb} ended while rank {self.rank} {wait.text}"
-            return Verdict(RankError, body, ended[0])
+            return Verdict(RankError, _gone(ended, self.rank, wait.text), ended[0])
         if silent and now - self._called > limit:
             who = name_ranks(silent)
             verb = "is" if len(silent) == 1 else "are"
@@ -156,6 +161,11 @@ def _ended(board: Board, roll: int, silent: list[int]) -> list[int]:
     ended = [rank for rank in silent if rank in known and has_ended(known[rank].process)]
     answered = board.read(roll) if ended else {}  # their last word may have come while we looked
     return [rank for rank in ended if rank not in answered]
+
+
+def _gone(ended: list[int], rank: int, text: str) -> str:
+    verb, whose = ("is", "its process has") if len(ended) == 1 else ("are", "their processes have")
+    return f"{name_ranks(ended)} {verb} gone: {whose} ended while rank {rank} {text}"
 
 
 def first_difference(rank: int, lines: tuple[str, ...], base: int, base_lines: tuple[str, ...]) -> str:

@@ -15,6 +15,14 @@ def identity() -> str:
         return ""
 
 
+def is_here(other: str) -> bool:
+    """Whether a process is one of this host, so that ``has_ended`` says more than False."""
+    try:
+        return bool(other) and other.rsplit(" ", 2)[0] == _host()
+    except OSError:
+        return False
+
+
 def has_ended(other: str) -> bool:
     """Whether a process is known to have ended. False when it lives, is stopped, or cannot be seen from here."""
     try:

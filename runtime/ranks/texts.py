@@ -1,4 +1,4 @@
-"""The texts of a vote that failed: collects them and names the first difference."""
+"""Texts that ranks tell each other: of errors, and of a vote that failed, with its first difference."""
 
 from __future__ import annotations
 
@@ -46,3 +46,9 @@ def name_difference(
         return f"{headline}: another rank gave a different text"
     more = f" ({name_ranks(differ)} differ from rank {base})" if len(differ) > 1 else ""
     return headline + first_difference(differ[0], texts[differ[0]], base, texts[base]) + more
+
+
+def describe(error: BaseException) -> str:
+    """An error's class and first line, for other ranks."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {first[:500]}" if first else type(error).__name__

@@ -159,6 +159,15 @@ def dies_in_torch_clip(p: Program) -> None:
     torch.nn.utils.clip_grad_norm_(p.model.parameters(), 1.0)
 
 
+def dies_unnoticed(p: Program) -> None:
+    """While nobody waits for it."""
+    p.trained()
+    if p.is_odd:
+        die()
+    time.sleep(4.0)
+    p.steps()
+
+
 def dies_in_optimizer(p: Program) -> None:
     p.trained()
     if p.is_odd:
