@@ -241,6 +241,7 @@ def text_calls(graph: Any) -> list[str]:
 
 SYSTEMS: dict[str, Callable[[Options], Trainee]] = {
     "single": single,
+    "single-each": single,
     "single-whole": partial(single, how="whole"),
     "single-zc": partial(single, how="regions"),
     "ddp-c": ddp,
@@ -258,6 +259,7 @@ SYSTEMS: dict[str, Callable[[Options], Trainee]] = {
 #: how each row is called in tables
 TITLES = {
     "single": "limit: one device, per-block compile",
+    "single-each": "the same on each device at once, the slowest",
     "single-whole": "one device, compiled as a whole",
     "single-zc": "one device, compiled in zcompile's regions",
     "ddp-c": "DDP + per-block compile",

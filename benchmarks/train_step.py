@@ -8,7 +8,8 @@ python benchmarks/train_step.py --device cpu --sizes tiny --backend eager --step
 All rows are measured by the same processes, one after the other; with --fresh each has processes and an empty compile cache of
 its own, and only then does the table say how long the first step took. Times are medians over steps that follow each other
 without a wait; ``host`` is how long the host takes to issue a step when the device is idle. The limit's whole step adds the
-optimizer's bytes at the copy bandwidth of the same call. Peaks leave out what an earlier row left over, which is shown.
+optimizer's bytes at the copy bandwidth of the same call; ``single-each`` says whether another device is slower, which no step of all
+can beat. Peaks leave out what an earlier row left over, which is shown.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import Launch, Row, write_rows
 
-SYSTEMS = ("single", "ddp-c", "fsdp2", "fsdp2-c", "fsdp2-best", "zc0", "zc1", "zc2", "zc3")
+SYSTEMS = ("single", "single-each", "ddp-c", "fsdp2", "fsdp2-c", "fsdp2-best", "zc0", "zc1", "zc2", "zc3")
 #: ways to compile for one device alone, to be compared with --nproc 1
 OF_ONE = ("single-whole", "single-zc")
 QUICK_SYSTEMS = ("single", "fsdp2-c", "ddp-c", "zc3")

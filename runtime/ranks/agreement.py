@@ -213,7 +213,9 @@ class Agreement:
             time.sleep(0.05)
         self._leave()
         if self._board.lost and self._error is None:
-            self._break(RankError, f"{self._host()} is gone: rank {self.rank} {text} ({describe(error)})", post=False)
+            self._break(
+                RankError, f"{self._board.keeper} is gone: rank {self.rank} {text} ({describe(error)})", post=False
+            )
         self._break(RankError, f"rank {self.rank} {text}: {describe(error)}")
         return self._copy()
 
@@ -239,8 +241,8 @@ class Agreement:
         """The store ends with this process: let the others read why."""
         deadline = time.monotonic() + FAREWELL
         while time.monotonic() < deadline and not board.lost:
-            request = board.submit(lambda store: store.add("seen", 0))
-            if request.done.wait(1.0) and request.result >= self.world_size:
+            request = board.submit(lambda _: board.still_reads())
+            if request.done.wait(1.0) and not request.result:
                 break
             time.sleep(0.1)
 
@@ -340,17 +342,13 @@ class Agreement:
         if now - wait.since < PATIENCE and not (board.lost and wait.topic):
             return
         if board.lost:
-            self._break(RankError, f"{self._host()} is gone: rank {self.rank} {wait.text} ({board.lost})", post=False)
+            self._break(RankError, f"{board.keeper} is gone: rank {self.rank} {wait.text} ({board.lost})", post=False)
             raise self._copy()
         silence = now - max(board.last_tick, wait.since)
         if silence > STORE_SILENCE:
-            body = f"{self._host()} has not answered for {silence:.0f} s: rank {self.rank} {wait.text}"
+            body = f"{board.keeper} has not answered for {silence:.0f} s: rank {self.rank} {wait.text}"
             self._break(RankError, body, post=False)
             raise self._copy()
-
-    def _host(self) -> str:
-        host = self._board.host if self._board is not None else ""
-        return f"{host}, which hosts the store," if host else "the store"
 
     def _give_up(self, wait: Wait, ready: Callable[[float], bool]) -> None:
         """The timeout has passed: find out who is missing and raise."""

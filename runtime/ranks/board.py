@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from zcompile import compat
+from zcompile.runtime.ranks.process import has_ended
 
 TICK = 0.5  # seconds between two looks at the store of an idle rank
 FAST_TICK = 0.0005  # seconds between the first looks while a vote is open; doubles up to SLOW_TICK
@@ -116,6 +117,11 @@ class Board:
 
     # The caller's side: never blocks.
 
+    @property
+    def keeper(self) -> str:
+        """Who has the store, in words."""
+        return f"{self.host}, which hosts the store," if self.host else "the store"
+
     def submit(self, act: Callable[[Any], Any]) -> Request:
         """Have the thread run ``act(store)`` soon; ``request.result`` holds the result once ``request.done``."""
         request = Request(act)
@@ -179,6 +185,12 @@ class Board:
 
     # The thread's side.
 
+    def still_reads(self) -> bool:
+        """Whether another rank has not read the failure, and is there to do so."""
+        unread = [r for r in range(self.world_size) if r != self.rank and not self._store.check([f"seen/{r}"])]
+        positions = [self.position_of(rank) for rank in unread]
+        return any(p is None or not (p.state == "closed" or has_ended(p.process)) for p in positions)
+
     def call_roll(self) -> int:
         """Ask every rank to post its position; returns the number of this roll call."""
         self._store.set(f"roll/{self._roll + 1}", "")
@@ -234,7 +246,7 @@ class Board:
         """Hand a posted failure to the owner. Its rank posts it before anything that follows from it."""
         if self.failure is None and self._store.check(["failure"]):
             self.failure = Failure(**json.loads(self._store.get("failure")))
-            self._store.add("seen", 1)
+            self._store.set(f"seen/{self.rank}", "")
         owner = self._owner()
         if owner is not None and self.failure is not None:
             owner.on_failure(self.failure)

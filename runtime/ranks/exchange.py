@@ -33,10 +33,12 @@ def exchange(agreement: Agreement, topic: str, text: str, *, background: bool = 
         agreement.poll(f"all ranks to come to {topic}", vote.done.wait, topic=key)
     texts = board.ask(lambda _: board.texts(key))
     if texts is None:
-        raise RankError(f"{_head(agreement)} lost the store while it read what the others said to {topic}")
+        raise RankError(f"{_head(agreement)} read what the others said to {topic} when {board.keeper} was gone")
     if agreement.rank == 0 and board.host:  # the store may end with this process: let the others read
         deadline = time.monotonic() + FAREWELL
         while time.monotonic() < deadline and board.ask(lambda _: board.all_have_read(key)) is False:
+            if board.failure is not None:  # a rank that is gone will not
+                break
             time.sleep(0.005)
         board.submit(lambda store: store.delete_key(f"{key}/read"))
     return texts
@@ -58,7 +60,7 @@ def _is_done(agreement: Agreement, board: Board, vote: Vote, topic: str, deadlin
         if not threading.main_thread().is_alive():
             return False
         if board.lost or agreement.is_closed:
-            why = f"the store is gone ({board.lost})" if board.lost else "this rank has left"
+            why = f"{board.keeper} is gone ({board.lost})" if board.lost else "this rank has left"
             raise RankError(f"{_head(agreement)} stops waiting for all ranks to come to {topic}: {why}")
         if time.monotonic() > deadline:
             raise RankTimeoutError(

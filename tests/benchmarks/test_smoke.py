@@ -31,11 +31,17 @@ def test_train_step(programs: Programs, tmp_path: Path) -> None:
         "--clip",
         "1.0",
     )
-    text = programs(BENCHMARKS / "train_step.py", *options, "--only", "single,fsdp2-c,zc3", "--json", str(out))
+    text = programs(
+        BENCHMARKS / "train_step.py", *options, "--only", "single,single-each,fsdp2-c,zc3", "--json", str(out)
+    )
     rows = {row["system"]: row for row in json.loads(out.read_text())}
-    assert list(rows) == ["single", "fsdp2-c", "zc3"] and not any("error" in row for row in rows.values()), rows
+    assert list(rows) == ["single", "single-each", "fsdp2-c", "zc3"] and not any(
+        "error" in row for row in rows.values()
+    ), rows
     for row in rows.values():
         assert row["step_ms"] > 0 and row["host_ms"] > 0 and row["vs_limit"] > 0
+    each = rows["single-each"]
+    assert len(each["of_each_ms"]) == 2 and each["forward_backward_ms"] == max(each["of_each_ms"])
     assert rows["zc3"]["distinct_regions"] <= rows["zc3"]["regions"]
     assert "| zc3 " in text
 
