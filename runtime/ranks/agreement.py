@@ -387,8 +387,7 @@ class Agreement:
             self._error = kind(f"[rank {self.rank} of {self.world_size}] {body}")
         board = self._board
         if board is not None and post:
-            failure = Failure(self.rank, kind.__name__, body)
-            board.submit(lambda _: board.post_failure(failure)).done.wait(0.0 if board.is_own_thread() else 2.0)
+            board.tell(Failure(self.rank, kind.__name__, body), within=2.0)
         for end in self._on_break:
             end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -173,6 +174,14 @@ class Board:
 
         self.submit(post)
         return vote
+
+    def tell(self, failure: Failure, within: float) -> None:
+        """Post a failure: when this returns the others can read it, unless the store takes longer than so many seconds."""
+        if not self.is_own_thread():
+            self.submit(lambda _: self.post_failure(failure)).done.wait(within)
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone: its end is what the others see
+            self.post_failure(failure)
 
     def stop(self, timeout: float) -> None:
         """End the thread after what was submitted before; waits for it at most ``timeout`` seconds."""

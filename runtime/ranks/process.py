@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+#: the kernel's flag of a task that is ending: a process on a GPU may take seconds for the rest
+PF_EXITING = 0x4
+
 
 def identity() -> str:
     """This process, in words that others on its host can look up; empty where there is no such way."""
     try:
-        started = _stat(os.getpid())[1]
+        _, _, started = _stat(os.getpid())
         return f"{_host()} {os.getpid()} {started}"
     except OSError:
         return ""
@@ -30,12 +33,12 @@ def has_ended(other: str) -> bool:
         if host != _host():
             return False
         os.kill(int(pid), 0)
-        state, began = _stat(int(pid))
+        state, flags, began = _stat(int(pid))
     except ProcessLookupError:
         return True
     except (OSError, ValueError):
         return False
-    return state in "ZX" or began != started
+    return state in "ZX" or bool(flags & PF_EXITING) or began != started
 
 
 def _host() -> str:
@@ -44,7 +47,7 @@ def _host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _stat(pid: int) -> tuple[str, str]:
-    """State and start time of a process; the name before them may hold anything."""
+def _stat(pid: int) -> tuple[str, int, str]:
+    """State, flags and start time of a process; the name before them may hold anything (proc_pid_stat(5))."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], fields[19]
+    return fields[0], int(fields[6]), fields[19]

@@ -175,6 +175,26 @@ def test_the_failure_of_one_rank_ends_all() -> None:
 
 
 @pytest.mark.slow
+def test_the_reason_is_told_before_what_is_in_flight_is_ended() -> None:
+    """Ending may wait for a device that does not answer any more; nobody else would hear why then."""
+
+    def body(agreement: Agreement) -> str:
+        agreement.watch_device(lambda: None, lambda: time.sleep(15.0))
+        if agreement.rank == 1:
+            return "left"
+        if agreement.rank == 0:
+            agreement.compare("the options", "a")
+        for _ in range(100):
+            agreement.check()
+            time.sleep(0.05)
+        return "heard nothing"
+
+    first, second, third = run_ranks(3, body)
+    assert second == "left"
+    assert isinstance(first, RankError) and "rank 1 has ended" in str(first)
+    assert isinstance(third, RankError) and "rank 1 has ended" in str(third), third
+
+
 def test_an_exception_that_nothing_follows_ends_those_who_wait() -> None:
     def body(agreement: Agreement) -> None:
         agreement.event("forward (train)", TRAIN)
