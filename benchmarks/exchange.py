@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.llama import SIZES, Size
 from zcompile import compat
-from zcompile.runtime.peers import average, stage
+from zcompile.runtime.communication.peers import average, stage
 
 BF16 = torch.bfloat16
 Work = Callable[[], None]

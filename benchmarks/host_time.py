@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zcompile
 from benchmarks.llama import SIZES, Llama, Size, fill
-from zcompile.runtime import gradients
+from zcompile.runtime.replay.tapes import Tapes
+from zcompile.runtime.sharding import gradients
 from zcompile.runtime.step import _Step
-from zcompile.runtime.tapes import Tapes
 
 WARMUP = 10
 PARTS = ("forward", "backward", "clip", "optimizer", "zero_grad")

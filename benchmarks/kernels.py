@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.llama import SIZES  # noqa: E402
-from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments  # noqa: E402
 from zcompile.runtime.kernels.adamw import BLOCK_ELEMENTS, NUM_WARPS, Launch  # noqa: E402
 from zcompile.runtime.kernels.sumsq import sum_of_squares  # noqa: E402
+from zcompile.runtime.optim.adamw_update import AdamWOptions, Scaling, Segment, Segments  # noqa: E402
 
 OPTIONS = AdamWOptions(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10.0, maximize=False)
 

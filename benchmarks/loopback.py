@@ -34,9 +34,9 @@ from benchmarks.measure import Clock, Here, attempt, copy_bandwidth, one_step
 from benchmarks.rows import Row
 from benchmarks.systems import SYSTEMS, Options, Trainee, batch
 from benchmarks.train_step import compare, table
-from zcompile.runtime.direct import DirectCollectives
-from zcompile.runtime.mesh import DEFAULT_AXIS, Mesh
-from zcompile.runtime.peers import PeerCopies
+from zcompile.runtime.communication.direct import DirectCollectives
+from zcompile.runtime.communication.mesh import DEFAULT_AXIS, Mesh
+from zcompile.runtime.communication.peers import PeerCopies
 
 
 class Echo:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from zcompile import compat
 from zcompile.runtime.executor import Executor
-from zcompile.runtime.full import logical
 from zcompile.runtime.holding import Holding
 from zcompile.runtime.leaves import Leaves
 from zcompile.runtime.ranks.agreement import Agreement, TextSequence
+from zcompile.runtime.sharding.full import logical
 
 
 class Accumulator:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zcompile.runtime.collectives import Collectives
-from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.communication.collectives import Collectives
+from zcompile.runtime.communication.mesh import Mesh
 from zcompile.runtime.ranks.agreement import Agreement
-from zcompile.runtime.shards import Slot
+from zcompile.runtime.sharding.shards import Slot
 from zcompile.runtime.step import StepRunner
 
 

@@ -14,10 +14,10 @@ from zcompile.errors import RegionError
 from zcompile.program import Call, Instruction, Program, Release, Start, TensorType, Transfer, Wait
 from zcompile.runtime.accumulation import Accumulation
 from zcompile.runtime.buffers import Buffers
-from zcompile.runtime.collectives import Collectives, Pending
-from zcompile.runtime.host import Copies, Mover
-from zcompile.runtime.hosted_parameters import DirectReads, ToHost
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.communication.collectives import Collectives, Pending
+from zcompile.runtime.offload.host import Copies, Mover
+from zcompile.runtime.offload.hosted_parameters import DirectReads, ToHost
+from zcompile.runtime.sharding.shards import ParameterShards
 
 #: takes a list of tensors, which it may clear, and returns results
 Body = Callable[[list[Tensor]], Sequence[Any]]

@@ -11,7 +11,7 @@ from zcompile.errors import ShardingError
 from zcompile.program import TensorType
 from zcompile.runtime.buffers import Buffers
 from zcompile.runtime.ranks.agreement import Agreement
-from zcompile.runtime.shards import Contents
+from zcompile.runtime.sharding.shards import Contents
 
 #: windows in which sums of shards are compared: so many first ones, and one of so many later
 FIRST_WINDOWS, FEW_WINDOWS = 3, 64

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zcompile import compat
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.sharding.shards import ParameterShards
 
 
 class AllLeaves:

@@ -10,9 +10,9 @@ from torch import Tensor
 from zcompile import compat
 from zcompile.errors import BackwardError
 from zcompile.runtime.buffers import Buffers
-from zcompile.runtime.host import HostMemory
-from zcompile.runtime.shards import Contents
-from zcompile.runtime.tape import Kind, Tape
+from zcompile.runtime.offload.host import HostMemory
+from zcompile.runtime.replay.tape import Kind, Tape
+from zcompile.runtime.sharding.shards import Contents
 
 
 class SavedValues:

@@ -20,10 +20,10 @@ from zcompile.runtime.executor import Executor, as_written
 from zcompile.runtime.holding import Held, Holding
 from zcompile.runtime.leaves import AllLeaves, Leaves
 from zcompile.runtime.ranks.agreement import Agreement
+from zcompile.runtime.replay.tape import Kind, Tape
+from zcompile.runtime.replay.tapes import Tapes
 from zcompile.runtime.saved import SavedValues
-from zcompile.runtime.shards import Contents, ParameterShards
-from zcompile.runtime.tape import Kind, Tape
-from zcompile.runtime.tapes import Tapes
+from zcompile.runtime.sharding.shards import Contents, ParameterShards
 
 
 class StepRunner:

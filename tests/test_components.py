@@ -14,7 +14,7 @@ from zcompile.components import build_optimizer, build_scheduler
 from zcompile.dsconfig.settings import Component
 from zcompile.errors import ConfigError
 from zcompile.lr_schedules import WarmupDecayLR, WarmupLR
-from zcompile.runtime.lion import Lion
+from zcompile.runtime.optim.lion import Lion
 
 
 def named(kind: str, *auto: str, **params: Any) -> Component:

@@ -12,7 +12,7 @@ from torch import nn
 import zcompile
 from zcompile import errors, out_of_memory
 from zcompile.out_of_memory import DeviceMemory, requested_bytes, size
-from zcompile.runtime import moments, optimizer
+from zcompile.runtime.optim import moments, optimizer
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8.00 MiB."
 NUM_PARAMETERS = 8 * 16 + 16 + 16 * 4 + 4

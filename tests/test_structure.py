@@ -209,7 +209,7 @@ def test_the_import_check_sees_a_wrong_import() -> None:
     assert len(import_problems("zcompile.ir.graph", wrong)) == 3
     assert import_problems("zcompile.api", ast.parse("from zcompile.passes.zero import shard")) == []
     assert import_problems("zcompile.passes.zero.shard", ast.parse("from zcompile.pipeline import Pass")) == []
-    assert len(import_problems("zcompile.runtime.mesh", ast.parse("import zcompile.ir.graph"))) == 1
+    assert len(import_problems("zcompile.runtime.communication.mesh", ast.parse("import zcompile.ir.graph"))) == 1
     assert len(import_problems("zcompile.nowhere", ast.parse(""))) == 1
 
 

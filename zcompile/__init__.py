@@ -11,8 +11,8 @@ from zcompile.module import CompiledModule, unwrap
 from zcompile.planner.plan import Plan
 from zcompile.planning import plan
 from zcompile.profiling.profile import Profile
-from zcompile.runtime import optimizer as optim
-from zcompile.runtime.scaler import GradScaler
+from zcompile.runtime.optim import optimizer as optim
+from zcompile.runtime.optim.scaler import GradScaler
 from zcompile.weights import load_safetensors
 
 __version__ = "0.1.0"

@@ -27,24 +27,24 @@ from zcompile.pipeline import Pipeline
 from zcompile.placement import ParamSpec
 from zcompile.planner.hosted import step_here
 from zcompile.runtime.accumulation import Accumulation
-from zcompile.runtime.adopt import adopt, install, sync_buffers
 from zcompile.runtime.buffers import Buffers
-from zcompile.runtime.collectives import Collectives
+from zcompile.runtime.communication.collectives import Collectives
+from zcompile.runtime.communication.mesh import Mesh
+from zcompile.runtime.communication.peers import connect
 from zcompile.runtime.ending import leave
 from zcompile.runtime.executor import Executor
-from zcompile.runtime.fill import fill
-from zcompile.runtime.host import HostMemory, Mover, ranks_here
-from zcompile.runtime.hosting import Hosting
-from zcompile.runtime.mesh import Mesh
-from zcompile.runtime.optimizer_guard import repoint, watch_optimizers
-from zcompile.runtime.pace import Pace
-from zcompile.runtime.peers import connect
-from zcompile.runtime.placed import refuse_numbers_of_parts
+from zcompile.runtime.offload.host import HostMemory, Mover, ranks_here
+from zcompile.runtime.offload.hosting import Hosting
+from zcompile.runtime.optim.optimizer_guard import repoint, watch_optimizers
 from zcompile.runtime.ranks.agreement import Agreement
-from zcompile.runtime.recorder import CudaRecorder
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.replay.pace import Pace
+from zcompile.runtime.replay.recorder import CudaRecorder
+from zcompile.runtime.replay.tapes import Tapes
+from zcompile.runtime.sharding.adopt import adopt, install, sync_buffers
+from zcompile.runtime.sharding.fill import fill
+from zcompile.runtime.sharding.placed import refuse_numbers_of_parts
+from zcompile.runtime.sharding.shards import ParameterShards
 from zcompile.runtime.step import StepRunner
-from zcompile.runtime.tapes import Tapes
 from zcompile.session import Session, buffer_reader
 
 log = logging.getLogger("zcompile")

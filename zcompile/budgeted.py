@@ -27,10 +27,10 @@ from zcompile.planner.space import Space, offloads
 from zcompile.planner.variants import Limits, Variants, library_bytes
 from zcompile.planner.walk import predict
 from zcompile.report import device_state_bytes, optimizer_kind, state_bytes
-from zcompile.runtime.full import broadcast, broadcast_object
-from zcompile.runtime.mesh import Mesh
-from zcompile.runtime.optimizer import AdamW
-from zcompile.runtime.optimizer_guard import optimizers_of
+from zcompile.runtime.communication.mesh import Mesh
+from zcompile.runtime.optim.optimizer import AdamW
+from zcompile.runtime.optim.optimizer_guard import optimizers_of
+from zcompile.runtime.sharding.full import broadcast, broadcast_object
 from zcompile.scheduled import Splits
 from zcompile.verify.ranks import collective_sequence
 from zcompile.verify.verifier import Verifier

@@ -14,9 +14,9 @@ from zcompile.dsconfig.reading import unknown
 from zcompile.dsconfig.settings import Component
 from zcompile.errors import ConfigError
 from zcompile.lr_schedules import SCHEDULES
-from zcompile.runtime.lion import Lion
-from zcompile.runtime.optimizer import AdamW
-from zcompile.runtime.optimizer_guard import UNSUPPORTED
+from zcompile.runtime.optim.lion import Lion
+from zcompile.runtime.optim.optimizer import AdamW
+from zcompile.runtime.optim.optimizer_guard import UNSUPPORTED
 
 #: DeepSpeed's own optimizers that there are none of here
 _MISSING = ("Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")

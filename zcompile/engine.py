@@ -20,9 +20,9 @@ from zcompile.errors import ConfigError, OptimizerError
 from zcompile.loader import Loader
 from zcompile.module import CompiledModule
 from zcompile.progress import Progress
-from zcompile.runtime.full import broadcast_object
-from zcompile.runtime.placed import local_of
-from zcompile.runtime.scaler import GradScaler
+from zcompile.runtime.optim.scaler import GradScaler
+from zcompile.runtime.sharding.full import broadcast_object
+from zcompile.runtime.sharding.placed import local_of
 
 log = logging.getLogger("zcompile")
 

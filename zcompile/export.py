@@ -20,7 +20,7 @@ from zcompile.errors import ConfigError
 from zcompile.module import CompiledModule
 from zcompile.runtime.checkpoint.folder import write_file
 from zcompile.runtime.checkpoint.swap import put_in_place, recover, take_over
-from zcompile.runtime.full import BATCH_BYTES
+from zcompile.runtime.sharding.full import BATCH_BYTES
 
 log = logging.getLogger("zcompile")
 

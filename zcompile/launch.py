@@ -24,7 +24,7 @@ from zcompile.engine import Engine
 from zcompile.errors import ConfigError, OptimizerError
 from zcompile.loader import Loader
 from zcompile.module import CompiledModule
-from zcompile.runtime.optimizer_guard import check_optimizer
+from zcompile.runtime.optim.optimizer_guard import check_optimizer
 
 log = logging.getLogger("zcompile")
 

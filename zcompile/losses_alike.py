@@ -11,7 +11,7 @@ from zcompile.capture.joint import Captured
 from zcompile.passes.memory.chunk_loss import ChunkLoss
 from zcompile.passes.zero.unshard import Unshard
 from zcompile.pipeline import Pipeline
-from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.communication.mesh import Mesh
 
 log = logging.getLogger("zcompile")
 

@@ -20,10 +20,11 @@ from zcompile.planner.memory import Memory
 from zcompile.planner.walk import predict
 from zcompile.profiling.profile import Profile
 from zcompile.report import DeviceMemory, Report, optimizer_bytes, optimizer_kind, state_bytes
-from zcompile.runtime import norm, state
 from zcompile.runtime.checkpoint.saving import Checkpoints
 from zcompile.runtime.ending import end
-from zcompile.runtime.full import broadcast, broadcast_object
+from zcompile.runtime.optim import norm
+from zcompile.runtime.sharding import state
+from zcompile.runtime.sharding.full import broadcast, broadcast_object
 from zcompile.scheduled import Graphs
 from zcompile.session import Session
 from zcompile.unsharded import put_full, unsharded

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from zcompile import compat
 from zcompile.errors import ConfigError, ShardingError
 from zcompile.module import CompiledModule
-from zcompile.runtime.shards import Slot
+from zcompile.runtime.sharding.shards import Slot
 
 #: what communicates on its own, and so cannot be inside of what zcompile communicates for
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)

@@ -14,8 +14,8 @@ from zcompile.errors import OutOfMemoryError
 from zcompile.placement import choose_shard_dim
 from zcompile.program import Program, Release, Start, StepProgram, TensorType
 from zcompile.report import device_state_bytes, state_bytes
-from zcompile.runtime.optimizer_guard import optimizers_of
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.optim.optimizer_guard import optimizers_of
+from zcompile.runtime.sharding.shards import ParameterShards
 from zcompile.session import Session
 
 #: how many changes are proposed

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from zcompile.planner.choice import Decision
 from zcompile.planner.memory import Memory, by_category
-from zcompile.runtime.placed import local_of
-from zcompile.runtime.shards import ParameterShards, Slot
+from zcompile.runtime.sharding.placed import local_of
+from zcompile.runtime.sharding.shards import ParameterShards, Slot
 
 
 @dataclass(frozen=True)

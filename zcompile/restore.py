@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from zcompile.contents import dtype_of, saved_buffers
 from zcompile.errors import StateError
 from zcompile.module import CompiledModule
-from zcompile.runtime import state
 from zcompile.runtime.checkpoint.folder import Manifest
 from zcompile.runtime.checkpoint.pieces import Piece, empty_state, parameter_pieces
 from zcompile.runtime.checkpoint.random_state import set_random_state
 from zcompile.runtime.checkpoint.storage import Stored
+from zcompile.runtime.sharding import state
 
 log = logging.getLogger("zcompile")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zcompile.errors import ShardingError
-from zcompile.runtime import full as full_tensors
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.sharding import full as full_tensors
+from zcompile.runtime.sharding.shards import ParameterShards
 
 
 def _tables(module: nn.Module, shards: ParameterShards) -> Iterator[tuple[dict[str, nn.Parameter | None], str, str]]:

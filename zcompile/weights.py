@@ -12,7 +12,7 @@ import torch
 from zcompile.errors import StateError
 from zcompile.module import CompiledModule
 from zcompile.placement import ParamSpec
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.sharding.shards import ParameterShards
 
 
 def load_safetensors(model: CompiledModule, path: str | Path, *, strict: bool = True) -> list[str]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zcompile.placement import ParamSpec
-from zcompile.runtime import full as full_tensors
-from zcompile.runtime import state
-from zcompile.runtime.placed import local_of
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.sharding import full as full_tensors
+from zcompile.runtime.sharding import state
+from zcompile.runtime.sharding.placed import local_of
+from zcompile.runtime.sharding.shards import ParameterShards
 
 
 @dataclass(frozen=True, eq=False)

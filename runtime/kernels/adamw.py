@@ -1,4 +1,4 @@
-"""The AdamW update over flat memory as one Triton kernel. The reference is ``zcompile.runtime.adamw_update.adamw_``."""
+"""The AdamW update over flat memory as one Triton kernel. The reference is ``zcompile.runtime.optim.adamw_update.adamw_``."""
 # Triton's own types do not describe how kernels are launched or what they compute with.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segments
+from zcompile.runtime.optim.adamw_update import AdamWOptions, Scaling, Segments
 
 #: elements that one program updates, and its warps
 BLOCK_ELEMENTS = 1024

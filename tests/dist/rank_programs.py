@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zcompile.runtime.collectives import Collectives
-from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.communication.collectives import Collectives
+from zcompile.runtime.communication.mesh import Mesh
 from zcompile.runtime.ranks.agreement import Agreement
 from zcompile.runtime.ranks.sequence import TextSequence
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import zcompile
 from tests.dist.models import net, rows
 from tests.dist.training import LR, full_gradients, this_rank
-from zcompile.runtime.collectives import Pending
-from zcompile.runtime.tapes import Tapes
+from zcompile.runtime.communication.collectives import Pending
+from zcompile.runtime.replay.tapes import Tapes
 
 
 class Again:

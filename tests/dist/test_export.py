@@ -23,8 +23,8 @@ from tests.dist.training import this_rank
 from zcompile import export
 from zcompile.errors import CheckpointError, ConfigError, UnfilledError
 from zcompile.export import INDEX
-from zcompile.runtime import full as full_tensors
 from zcompile.runtime.checkpoint import swap
+from zcompile.runtime.sharding import full as full_tensors
 
 pytestmark = pytest.mark.dist
 

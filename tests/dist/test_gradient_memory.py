@@ -16,7 +16,8 @@ import zcompile
 from tests.dist.models import CASES, all_rows, net, rows
 from tests.dist.pool import Pools
 from tests.dist.training import LR, adamw, full, this_rank, train, world_size
-from zcompile.runtime import arenas, gradients, hosting
+from zcompile.runtime.offload import hosting
+from zcompile.runtime.sharding import arenas, gradients
 
 pytestmark = pytest.mark.dist
 

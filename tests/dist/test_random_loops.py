@@ -21,7 +21,7 @@ from tests.dist.pool import Pools
 from tests.dist.replays import Again, Counting, replayed, same, twins
 from tests.dist.training import this_rank
 from zcompile.errors import RankError, ZCompileError
-from zcompile.runtime import tapes
+from zcompile.runtime.replay import tapes
 
 pytestmark = pytest.mark.dist
 

@@ -16,7 +16,7 @@ from tests.dist.models import net
 from tests.dist.pool import Pools
 from tests.dist.replays import Again, Counting, mine, replayed, same, same_everywhere, twins
 from zcompile.errors import BackwardError
-from zcompile.runtime.tapes import IN_USE, OTHER_SUMS, WARM_STEPS
+from zcompile.runtime.replay.tapes import IN_USE, OTHER_SUMS, WARM_STEPS
 
 pytestmark = pytest.mark.dist
 

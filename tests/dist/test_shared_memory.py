@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tests.dist.pool import Pools
 from zcompile import compat
 from zcompile.errors import RankError
-from zcompile.runtime import peers
-from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.communication import peers
+from zcompile.runtime.communication.mesh import Mesh
 from zcompile.runtime.ranks.agreement import Agreement
 
 pytestmark = pytest.mark.dist

@@ -24,7 +24,7 @@ import zcompile.api
 import zcompile.session
 from tests.dist.models import rows
 from tests.dist.rank_programs import serve
-from zcompile.runtime import mesh
+from zcompile.runtime.communication import mesh
 
 FINE = 2  # steps before something happens
 

@@ -11,7 +11,7 @@ import torch
 import zcompile
 from tests.gpu.trainees import HERE, MAX_NORM, RANK, SMALL, STEPS, WORLD_SIZE, compiled, data, mean
 from zcompile.profiling.measured import MeasuredStep
-from zcompile.runtime import collectives
+from zcompile.runtime.communication import collectives
 
 PAUSE = 0.2  # seconds
 

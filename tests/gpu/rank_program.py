@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.gpu import memory_jobs, profile_jobs, replay_jobs, training_jobs
 from tests.gpu.ranks import SHARES
 from tests.gpu.trainees import RANK
-from zcompile.runtime import peers
+from zcompile.runtime.communication import peers
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "plain": training_jobs.plain,

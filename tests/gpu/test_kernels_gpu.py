@@ -8,9 +8,9 @@ import torch
 from tests.runtime.kernel_checks import *  # noqa: F403 - every check is a test here too
 from tests.runtime.kernel_checks import OPTIONS, check, memory
 from zcompile import ops
-from zcompile.runtime.adamw_update import Segment, adamw_, update
 from zcompile.runtime.kernels import cross_entropy as cross_entropy_kernels
 from zcompile.runtime.kernels.sumsq import BLOCK_ELEMENTS, MAX_PROGRAMS, sum_of_squares, sum_of_squares_reference
+from zcompile.runtime.optim.adamw_update import Segment, adamw_, update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.gpu.ranks import NUM_RANKS, Results
 from zcompile import compat
 from zcompile.program import TensorType, Transfer
-from zcompile.runtime.adamw_update import AdamWOptions, Segment, Segments, update
 from zcompile.runtime.buffers import Buffers
-from zcompile.runtime.host import HostMemory, Lanes, Mover
-from zcompile.runtime.hosted_update import HostedUpdate
+from zcompile.runtime.offload.host import HostMemory, Lanes, Mover
+from zcompile.runtime.offload.hosted_update import HostedUpdate
+from zcompile.runtime.optim.adamw_update import AdamWOptions, Segment, Segments, update
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,10 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 
 from tests.runtime.models import Odd, full_gradients, reduced, set_gradients, shard
-from zcompile.runtime.mesh import Mesh
-from zcompile.runtime.norm import clip_grad_norm_
-from zcompile.runtime.optimizer import AdamW
-from zcompile.runtime.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict
+from zcompile.runtime.communication.mesh import Mesh
+from zcompile.runtime.optim.norm import clip_grad_norm_
+from zcompile.runtime.optim.optimizer import AdamW
+from zcompile.runtime.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict
 
 pytestmark = pytest.mark.gpu
 

@@ -28,7 +28,7 @@ from tests.gpu.trainees import (
     mean,
     train,
 )
-from zcompile.runtime import collectives
+from zcompile.runtime.communication import collectives
 
 #: of a window
 MICRO_BATCHES = 4

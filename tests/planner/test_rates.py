@@ -8,7 +8,7 @@ from zcompile.analysis.cost import Cost, Kernel
 from zcompile.errors import PlanError
 from zcompile.planner import rates
 from zcompile.planner.hardware import hardware, known_hardware
-from zcompile.runtime import peers
+from zcompile.runtime.communication import peers
 
 MIB = 1 << 20
 H200 = hardware("h200")

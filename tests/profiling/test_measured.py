@@ -18,8 +18,8 @@ from zcompile.profiling.measured import (
     MeasuredStep,
     measured,
 )
-from zcompile.runtime.clock import AT_ONCE_US, Mark
-from zcompile.runtime.watched import Flight, Piece, RawStep, Run
+from zcompile.runtime.profiling.clock import AT_ONCE_US, Mark
+from zcompile.runtime.profiling.watched import Flight, Piece, RawStep, Run
 
 STEP: Any = type("Step", (), {"label": "eval"})()
 

@@ -17,13 +17,13 @@ import triton
 from torch import Tensor
 
 from zcompile import cross_entropy
-from zcompile.runtime import adamw_update
-from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_
 from zcompile.runtime.kernels import cross_entropy as cross_entropy_kernels
 from zcompile.runtime.kernels.adamw import Launch
 from zcompile.runtime.kernels.average import average_, average_reference
 from zcompile.runtime.kernels.stage import stage_, stage_reference
 from zcompile.runtime.kernels.sumsq import BLOCK_ELEMENTS, sum_of_squares, sum_of_squares_reference
+from zcompile.runtime.optim import adamw_update
+from zcompile.runtime.optim.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_
 
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3.0, maximize=False)
 OTHER = AdamWOptions(lr=3e-3, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.0, step=1.0, maximize=True)

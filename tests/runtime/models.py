@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from zcompile.placement import ParamSpec, choose_shard_dim
-from zcompile.runtime import full as full_tensors
-from zcompile.runtime.adopt import adopt, install
-from zcompile.runtime.mesh import Mesh
-from zcompile.runtime.shards import ParameterShards
+from zcompile.runtime.communication.mesh import Mesh
+from zcompile.runtime.sharding import full as full_tensors
+from zcompile.runtime.sharding.adopt import adopt, install
+from zcompile.runtime.sharding.shards import ParameterShards
 
 
 class Odd(nn.Module):
@@ -87,5 +87,5 @@ def set_gradients(model: nn.Module, gradients: dict[str, Tensor]) -> None:
 
 def cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a model of a few hundred elements have several chunks, and drop its gradient memory, as a large one does."""
-    monkeypatch.setattr("zcompile.runtime.arenas.CHUNK_BYTES", 600)
-    monkeypatch.setattr("zcompile.runtime.gradients.KEEP_BYTES", 0)
+    monkeypatch.setattr("zcompile.runtime.sharding.arenas.CHUNK_BYTES", 600)
+    monkeypatch.setattr("zcompile.runtime.sharding.gradients.KEEP_BYTES", 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zcompile.runtime.peers import PeerCopies, average
+from zcompile.runtime.communication.peers import PeerCopies, average
 
 
 class Threads:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zcompile.runtime.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_, update
+from zcompile.runtime.optim.adamw_update import AdamWOptions, Scaling, Segment, Segments, adamw_, update
 
 pytest.importorskip("triton")
 

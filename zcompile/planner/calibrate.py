@@ -16,8 +16,8 @@ from torch import Tensor
 
 from zcompile import compat
 from zcompile.planner.hardware import Curve, Hardware, Host, Link, hardware
-from zcompile.runtime import peers
-from zcompile.runtime.host import free_bytes, ranks_here
+from zcompile.runtime.communication import peers
+from zcompile.runtime.offload.host import free_bytes, ranks_here
 
 #: sides of the square matmuls that are timed
 _SIDES = {"cpu": (32, 128, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}

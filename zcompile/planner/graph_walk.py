@@ -17,9 +17,9 @@ from zcompile.ir.graph import Buffer, Graph
 from zcompile.lower.program import lower_program
 from zcompile.planner.ledger import ON_HOST, Storage, Value, type_bytes
 from zcompile.program import Call, Program, Release, Start, TensorType, Transfer, Wait
-from zcompile.runtime import peers
-from zcompile.runtime.arenas import ALIGNMENT_BYTES
-from zcompile.runtime.host import pages
+from zcompile.runtime.communication import peers
+from zcompile.runtime.offload.host import pages
+from zcompile.runtime.sharding.arenas import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from zcompile.planner.walk import StepWalk

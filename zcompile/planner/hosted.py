@@ -10,9 +10,9 @@ import torch
 from zcompile.offloading import Moments, Offloading
 from zcompile.placement import ParamSpec
 from zcompile.planner.hardware import Hardware, hardware
-from zcompile.runtime.arenas import ArenaKey, ArenaLayout
-from zcompile.runtime.host import pages
-from zcompile.runtime.hosted_update import NUM_SLOTS, chunk_numel
+from zcompile.runtime.offload.host import pages
+from zcompile.runtime.offload.hosted_update import NUM_SLOTS, chunk_numel
+from zcompile.runtime.sharding.arenas import ArenaKey, ArenaLayout
 
 #: chunks of states are at most this part of them: the six buffers of a chunk each take a tenth of what they save
 BUFFERS_SHARE = 30

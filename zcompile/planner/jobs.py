@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zcompile.planner import rates
 from zcompile.planner.hardware import Hardware
-from zcompile.runtime.hosted_update import NUM_SLOTS
+from zcompile.runtime.offload.hosted_update import NUM_SLOTS
 
 #: the streams of the runtime: computation, NCCL's collectives, and the two lanes of the copy engines
 COMPUTE, GROUP, GATHERS, REDUCTIONS = "compute", "group", "gathers", "reductions"

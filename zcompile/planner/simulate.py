@@ -14,7 +14,7 @@ from zcompile.planner.hardware import Hardware
 from zcompile.planner.issue import Costs, step_jobs
 from zcompile.planner.jobs import COMPUTE, CPU, IN, OUT, STREAMS, Job
 from zcompile.planner.window import MicroBatch
-from zcompile.runtime.pace import HOST_BOUND
+from zcompile.runtime.replay.pace import HOST_BOUND
 
 #: what the host takes to replay a step, of what it takes to issue it: 6.3 of 24.0 ms, measured at 0.19B on two H200
 REPLAY_SHARE = 0.26

@@ -17,9 +17,9 @@ from zcompile.planner.memory import Memory, Moment, Setup
 from zcompile.planner.symbols import bytes_formula
 from zcompile.planner.window import MicroBatch, micro_batches
 from zcompile.program import TensorType
-from zcompile.runtime.arenas import ALIGNMENT_BYTES, ArenaKey, ArenaLayout
-from zcompile.runtime.gradients import KEEP_BYTES
-from zcompile.runtime.host import pages
+from zcompile.runtime.offload.host import pages
+from zcompile.runtime.sharding.arenas import ALIGNMENT_BYTES, ArenaKey, ArenaLayout
+from zcompile.runtime.sharding.gradients import KEEP_BYTES
 
 
 def predict(step: Step, specs: Sequence[ParamSpec], setup: Setup | None = None) -> Memory:

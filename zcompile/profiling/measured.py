@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from zcompile.planner.jobs import COMPUTE, GATHERS, GROUP, IN, OUT, REDUCTIONS
 from zcompile.program import StepProgram
-from zcompile.runtime.clock import Mark
-from zcompile.runtime.watched import Flight, Piece, RawStep, Run
+from zcompile.runtime.profiling.clock import Mark
+from zcompile.runtime.profiling.watched import Flight, Piece, RawStep, Run
 
 #: where the time of a step goes: every moment of the stream of computation belongs to one of these
 SHARES = {

@@ -17,7 +17,7 @@ from zcompile.profiling.measured import SHARES, MeasuredStep, measured
 from zcompile.profiling.ranks import Ranks, gather
 from zcompile.program import StepProgram
 from zcompile.report import DeviceMemory
-from zcompile.runtime.profiler import Profiler
+from zcompile.runtime.profiling.profiler import Profiler
 
 if TYPE_CHECKING:
     from zcompile.planner.plan import Plan

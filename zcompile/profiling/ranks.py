@@ -9,7 +9,7 @@ import torch
 
 from zcompile.errors import ProfileError
 from zcompile.profiling.measured import EXPOSED, SHARES
-from zcompile.runtime.mesh import Mesh
+from zcompile.runtime.communication.mesh import Mesh
 
 
 @dataclass(frozen=True)

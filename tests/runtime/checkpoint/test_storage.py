@@ -16,7 +16,7 @@ from zcompile.errors import StateError
 from zcompile.placement import ParamSpec
 from zcompile.runtime.checkpoint.pieces import Piece, own_part, staged
 from zcompile.runtime.checkpoint.storage import Stored, finish, pack, unsafe_types, write
-from zcompile.runtime.full import cut
+from zcompile.runtime.sharding.full import cut
 
 
 def spec(name: str, shape: tuple[int, ...], dim: int | None, size: int) -> ParamSpec:

@@ -1,0 +1,1 @@
+"""Meshes, and the collectives of one compiled model."""

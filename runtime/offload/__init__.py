@@ -1,0 +1,1 @@
+"""What a model keeps in the host's memory."""

@@ -1,0 +1,1 @@
+"""Optimizers over flat memory, clipping, and the loss scale."""

@@ -1,0 +1,1 @@
+"""What is seen of a step while it runs."""

@@ -1,0 +1,1 @@
+"""Steps recorded once and replayed as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Where parameters and gradients lie, and how values get there."""
