@@ -251,7 +251,8 @@ def result_of(
     clock.finish()
     gc.collect()
     times, loss = measure(trainee, tokens, labels, row.steps, row.clip, clock)
-    facts = trainee.facts()
+    peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if on_gpu else None
+    facts = trainee.facts()  # which may run further steps
     outside = facts.get("peer_gib", 0.0)  # what a system allocates behind the allocator's back counts too
     recorded = facts.get("recorded_gib", 0.0)  # of steps that are replayed: reserved, and used in each
     step = statistics.median(times.step)
@@ -259,9 +260,9 @@ def result_of(
     num_tokens = size.micro_batch * size.seq
     flops = 6 * (size.num_params - size.vocab * size.hidden) * num_tokens + size.attention_flops()
     allocated = reserved = None
-    if on_gpu:
-        allocated = torch.cuda.max_memory_allocated() / GIB - before["left_over_gib"] + outside + recorded
-        reserved = torch.cuda.max_memory_reserved() / GIB - before["left_reserved_gib"] + outside
+    if peaks is not None:
+        allocated = peaks[0] / GIB - before["left_over_gib"] + outside + recorded
+        reserved = peaks[1] / GIB - before["left_reserved_gib"] + outside
     return {
         "world_size": options.world_size,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
