@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zcompile.api
-from benchmarks.measure import Clock, Here, attempt, copy_bandwidth, one_step
+from benchmarks.measure import Clock, Here, attempt, one_step
 from benchmarks.rows import Row
 from benchmarks.systems import SYSTEMS, Options, Trainee, batch
 from benchmarks.train_step import compare, table
@@ -42,11 +42,14 @@ from zcompile.runtime.communication.peers import PeerCopies
 class Echo:
     """Memory of a rank that stands for that of all: who fetches from another finds what it has put there itself."""
 
-    def __init__(self, num_bytes: int, device: torch.device, num_ranks: int) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, num_ranks: int, spin: int) -> None:
+        self._spin = spin
         self.slabs = [torch.zeros(num_bytes, dtype=torch.uint8, device=device)] * num_ranks
 
     def barrier(self) -> None:
-        """Everybody is here."""
+        """Everybody is here, after so many of the device's cycles."""
+        if self._spin:
+            torch.cuda._sleep(self._spin)
 
     def unblock(self) -> None:
         """Nobody waits."""
@@ -69,8 +72,8 @@ class Alone(Here):
 
 
 @contextlib.contextmanager
-def echoing(num_ranks: int) -> Iterator[None]:
-    """Inside, models are compiled for the first of so many ranks, of which the others do not exist."""
+def echoing(num_ranks: int, spin: int = 0) -> Iterator[None]:
+    """Inside, models are compiled for the first of so many ranks, of which the others do not exist. Barriers spin for cycles."""
 
     def create(_: Any = None, *, device: torch.device, timeout: float) -> Mesh:
         if num_ranks == 1:
@@ -82,7 +85,7 @@ def echoing(num_ranks: int) -> Iterator[None]:
     def connect(mesh: Mesh, _: Any) -> PeerCopies | None:
         if mesh.device.type != "cuda":
             return None
-        return PeerCopies(mesh.rank, mesh.size, mesh.device, lambda size: Echo(size, mesh.device, mesh.size))
+        return PeerCopies(mesh.rank, mesh.size, mesh.device, lambda size: Echo(size, mesh.device, mesh.size, spin))
 
     with mock.patch.object(Mesh, "create", create), mock.patch.object(zcompile.api, "connect", connect):
         yield
@@ -109,6 +112,9 @@ def main() -> None:
     parser.add_argument("--systems", default="single,single-zc,zc3", help="single and single-zc are of one rank")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument(
+        "--spin", type=int, default=0, help="cycles for which a kernel spins at every barrier; 0: no kernel"
+    )
     parser.add_argument("--policy", help="zcompile's policy; default: its own")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backend", default="inductor")
@@ -121,18 +127,16 @@ def main() -> None:
     for size in args.sizes.split(","):
         rows = []
         for system in args.systems.split(","):
-            alone = system.startswith("single")
+            num_ranks = 1 if system.startswith("single") else args.ranks
             name = system
             if args.profile and system != "single":
                 SYSTEMS[name := f"{system}-profiled"] = partial(profiled, system=system)
             row = Row(name, size, backend=args.backend, steps=args.steps, policy=args.policy)
             before = here.give_back()
-            num_ranks = 1 if alone else args.ranks
-            with echoing(num_ranks):
+            with echoing(num_ranks, args.spin):
                 result = attempt(row, replace(here, world_size=num_ranks), before)
-            if alone and "error" not in result:
-                here.give_back()
-                result["copy_bytes_per_s"] = copy_bandwidth(here.device, 2**32 if args.device == "cuda" else 2**24)
+            if system == "single" and "error" not in result:
+                result["copy_bytes_per_s"] = here.copy_bandwidth()
             rows.append({"size": size, "system": system, **result})
             print(f"{size} {system}: {result.get('error') or result['step_ms']}", file=sys.stderr, flush=True)
         compare(rows, args.ranks)

@@ -174,6 +174,11 @@ class Here:
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total) if gib else 1.0)
 
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written each second by a large copy, with all memory free for it."""
+        self.give_back()
+        return copy_bandwidth(self.device, 2**32 if self.device.type == "cuda" else 2**24)
+
     def meet(self, text: str = "") -> list[str]:
         """Wait for all ranks, and have what each says."""
         said = text.encode()[:MAX_TEXT].ljust(MAX_TEXT, b"\0")
@@ -315,8 +320,7 @@ def run(row: Row, here: Here, before: dict[str, float]) -> None:
         sys.stderr.flush()
         os._exit(1)
     if row.system == "single" and "error" not in result and here.rank == 0:
-        here.give_back()
-        result["copy_bytes_per_s"] = copy_bandwidth(here.device, 2**32 if here.device.type == "cuda" else 2**24)
+        result["copy_bytes_per_s"] = here.copy_bandwidth()
     errors = [error for error in here.meet(result.get("error", "")) if error]
     if row.system == "single-each" and not errors:
         times = [float(ms) for ms in here.meet(str(result["forward_backward_ms"]))]

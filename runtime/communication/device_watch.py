@@ -44,9 +44,8 @@ class DeviceWatch:
 def _has_ended(work: Any) -> bool:
     try:
         return work.is_completed()
-    except (
-        RuntimeError
-    ):  # of the device: whoever uses it is told so, and the thread that asks here has to tell the other ranks
+    except RuntimeError:
+        # of the device: whoever uses it is told so, and the thread that asks here has to tell the other ranks
         return False
 
 

@@ -271,7 +271,7 @@ class Agreement:
     def on_tick(self, now: float) -> None:
         if (board := self._board) is None or self._error is not None:
             return
-        verdict = self._judge.missing(board, self._wait.text if self._wait else self._own_code())
+        verdict = self._judge.missing(board, lambda: wait.text if (wait := self._wait) else self._own_code())
         if verdict is not None:  # before the device is asked for waits: it may not answer any more
             board.read_failure()
             return self._break(verdict.kind, verdict.body)

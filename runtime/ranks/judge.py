@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zcompile.errors import RankError, RankMismatchError
@@ -64,10 +65,10 @@ class Judge:
         self._called = 0.0
         self._steady: dict[int, tuple[int, int, float, float]] = {}  # by rank: roll, change, since when, seen last
 
-    def missing(self, board: Board, text: str) -> Verdict | None:
-        """A verdict if the process that this rank looks after has ended without a word; ``text`` says what this rank does."""
+    def missing(self, board: Board, doing: Callable[[], str]) -> Verdict | None:
+        """A verdict if the process that this rank looks after has ended without a word; ``doing`` says what this rank does then."""
         gone = self._neighbour.ended(board)
-        return None if gone is None else Verdict(RankError, _gone([gone], self.rank, text), gone)
+        return None if gone is None else Verdict(RankError, _gone([gone], self.rank, doing()), gone)
 
     def look(self, board: Board, wait: Wait, me: Position, now: float) -> Verdict | None:
         """One look at the others; a verdict if ``wait`` cannot end well."""

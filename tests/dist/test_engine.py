@@ -168,9 +168,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "adagrad": ({"type": "Adagrad", "params": {"lr": LR}}, lambda p: torch.optim.Adagrad(p, lr=LR)),
     "lion": (
         {"type": "Lion", "params": {"lr": LR, "weight_decay": 0.1}},
-        lambda p: zcompile.runtime.optim.lion.Lion(
-            p, LR, (0.9, 0.999), 0.1
-        ),  # on plain tensors: tests/runtime/optim/test_lion.py
+        # on plain tensors: tests/runtime/optim/test_lion.py
+        lambda p: zcompile.runtime.optim.lion.Lion(p, LR, (0.9, 0.999), 0.1),
     ),
 }
 

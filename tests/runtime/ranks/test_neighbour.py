@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-
 import pytest
 
+from tests.runtime.ranks.conftest import Other
 from zcompile.runtime.ranks import neighbour
 from zcompile.runtime.ranks.board import Position
 from zcompile.runtime.ranks.neighbour import Neighbour
-
-#: waits to be told to end
-PROGRAM = "from zcompile.runtime.ranks.process import identity; print(identity(), flush=True); input()"
-
-
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
-
-
-def name_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 class Posted:
@@ -76,26 +57,26 @@ def test_each_looks_after_the_next_of_its_host(
     assert [watched(rank, *hosts, monkeypatch=monkeypatch) for rank in range(len(hosts))] == expected
 
 
-def test_an_end_without_a_word(other: subprocess.Popen[str]) -> None:
+def test_an_end_without_a_word(other: Other) -> None:
     posted = Posted(None, None)
     mine = Neighbour(0, 2)
     assert mine.ended(posted) is None, "it has not come yet"
-    posted.processes[1] = name_of(other)
+    posted.processes[1] = other.name
     assert mine.ended(posted) is None
-    other.kill()
-    other.wait()
+    other.process.kill()
+    other.process.wait()
     posted.asked.clear()
     assert mine.ended(posted) == 1
     assert mine.ended(posted) is None and posted.asked == [1], "it is said once"
 
 
-def test_one_that_has_left_is_not_missed(other: subprocess.Popen[str]) -> None:
-    posted = Posted(None, name_of(other))
+def test_one_that_has_left_is_not_missed(other: Other) -> None:
+    posted = Posted(None, other.name)
     mine = Neighbour(0, 2)
     assert mine.ended(posted) is None
     posted.asked.clear()
     assert mine.ended(posted) is None and not posted.asked, "a process that lives costs the store nothing"
     posted.closed.add(1)
-    other.kill()
-    other.wait()
+    other.process.kill()
+    other.process.wait()
     assert mine.ended(posted) is None

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-
 import pytest
 
+from tests.runtime.ranks.conftest import Other
 from zcompile.runtime.ranks import process
 from zcompile.runtime.ranks.process import has_ended, identity, is_here
 
-#: says who it is, and waits
-PROGRAM = "from zcompile.runtime.ranks.process import identity; print(identity(), flush=True); input()"
 
-
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
-        yield running
-        running.kill()
-
-
-def name_of(running: subprocess.Popen[str]) -> str:
-    assert running.stdout is not None
-    return running.stdout.readline().strip()
-
-
-def test_a_process_that_runs(other: subprocess.Popen[str]) -> None:
-    for name in (identity(), name_of(other)):
+def test_a_process_that_runs(other: Other) -> None:
+    for name in (identity(), other.name):
         assert is_here(name) and not has_ended(name)
 
 
-def test_one_that_was_killed_also_before_its_parent_asks(other: subprocess.Popen[str]) -> None:
-    name = name_of(other)
-    other.kill()
-    while process._stat(other.pid)[0] != "Z":
+def test_one_that_was_killed_also_before_its_parent_asks(other: Other) -> None:
+    name = other.name
+    other.process.kill()
+    while process._stat(other.process.pid)[0] != "Z":
         pass
     assert has_ended(name)
-    other.wait()
+    other.process.wait()
     assert has_ended(name)
 
 
