@@ -323,36 +323,42 @@ def _all_agree(mesh: Mesh, mine: bool) -> bool:
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _by_kernels(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.is_cuda and tensor.dtype in _KERNEL_DTYPES for tensor in tensors)
+def _by_kernels(*rows: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """The places, in all rows, of tensors that kernels can take, and of others."""
+    by_kernels: list[int] = []
+    by_torch: list[int] = []
+    for place, tensors in enumerate(zip(*rows, strict=True)):
+        able = all(tensor.is_cuda and tensor.dtype in _KERNEL_DTYPES for tensor in tensors)
+        (by_kernels if able else by_torch).append(place)
+    return by_kernels, by_torch
 
 
 def stage(shards: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
     """Copy ``shards[i]``, contiguous, to ``first[i]`` and ``second[i]``, which have another dtype and other shapes."""
-    for shard, one, other in zip(shards, first, second, strict=True):
-        if _by_kernels((shard, one)):
-            from zcompile.runtime.kernels.stage import stage_  # Triton is imported where it is used
+    by_kernels, by_torch = _by_kernels(shards, first)
+    if by_kernels:
+        from zcompile.runtime.kernels.stage import stage_  # Triton is imported where it is used
 
-            stage_(shard, one, other)
-        else:
-            one.copy_(shard.view(one.shape))
-            other.copy_(one.view(other.shape))
+        stage_(*([row[i] for i in by_kernels] for row in (shards, first, second)))
+    for i in by_torch:
+        first[i].copy_(shards[i].view(first[i].shape))
+        second[i].copy_(first[i].view(second[i].shape))
 
 
 def average(outputs: Sequence[Tensor], own: Sequence[Tensor], received: Sequence[Sequence[Tensor]], rank: int) -> None:
     """``outputs[i]`` is the mean of ``own[i]`` and the other ranks' ``received[r][i]``, added up in rank order in float32 or wider."""
-    for index, (out, mine) in enumerate(zip(outputs, own, strict=True)):
-        others = [source[index] for source in received]
-        if _by_kernels((out, mine)):
-            from zcompile.runtime.kernels.average import average_  # Triton is imported where it is used
+    by_kernels, by_torch = _by_kernels(outputs, own)
+    if by_kernels:
+        from zcompile.runtime.kernels.average import average_  # Triton is imported where it is used
 
-            average_(out, mine, others, rank)
-        else:
-            wide = torch.promote_types(out.dtype, torch.float32)
-            total = torch.zeros(out.numel(), dtype=wide, device=out.device)
-            for source in (*others[:rank], mine, *others[rank:]):
-                total += source.view(-1).to(wide)
-            out.view(-1).copy_(total.div_(1 + len(others)))
+        ours, theirs = ([row[i] for i in by_kernels] for row in (outputs, own))
+        average_(ours, theirs, [[source[i] for i in by_kernels] for source in received], rank)
+    for i in by_torch:
+        out, others = outputs[i], [source[i] for source in received]
+        total = torch.zeros(out.numel(), dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
+        for source in (*others[:rank], own[i], *others[rank:]):
+            total += source.view(-1).to(total.dtype)
+        out.view(-1).copy_(total.div_(1 + len(others)))
 
 
 def _extent(shape: torch.Size, dtype: torch.dtype) -> int:

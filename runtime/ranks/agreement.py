@@ -385,6 +385,7 @@ class Agreement:
             if self._error is not None:
                 return
             self._error = kind(f"[rank {self.rank} of {self.world_size}] {body}")
+        exits.ranks_are_lost()
         board = self._board
         if board is not None and post:
             board.tell(Failure(self.rank, kind.__name__, body), within=2.0)

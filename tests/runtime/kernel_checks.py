@@ -8,7 +8,9 @@ import dataclasses
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -242,34 +244,62 @@ def test_few_programs_for_many_blocks(device: torch.device, max_programs: int, m
     torch.testing.assert_close(sum_of_squares([x]).total, sum_of_squares_reference([x]).total, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("numel", [1, 1024, 1025, 10_000])
-@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2)])
+#: elements of the tensors of one launch, of two, and of tensors of which some are empty
+MANY = {
+    "one": [1],
+    "a block": [1024],
+    "some": [5, 3000, 0, 1024, 1025, 10_000],
+    "more than a launch has": [300, 2100] * 9,
+}
+
+
+def spaced(sizes: Sequence[int], memory: Tensor) -> list[Tensor]:
+    """Tensors of these sizes in flat memory, with space behind each; all begin at multiples of 16."""
+    starts = accumulate((-(-size // 16 + 1) * 16 for size in sizes), initial=0)
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+@pytest.mark.parametrize("sizes", MANY.values(), ids=MANY)
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (4, 0)])
 @pytest.mark.parametrize(("sent", "dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
 def test_average_of_what_ranks_sent(
-    device: torch.device, numel: int, size: int, rank: int, sent: torch.dtype, dtype: torch.dtype
+    device: torch.device, sizes: list[int], size: int, rank: int, sent: torch.dtype, dtype: torch.dtype
 ) -> None:
-    distance = numel + 128
-    memory = torch.randn(size * distance + 8, generator=torch.Generator().manual_seed(numel)).to(sent).to(device)
-    pieces = [memory[8 + r * distance : 8 + r * distance + numel] for r in range(size)]
-    own, others = pieces[-1], pieces[:-1]
-    out, want = (torch.full((numel + 8,), 7.0, dtype=dtype, device=device) for _ in range(2))
-    average_(out[:numel], own, others, rank)
-    average_reference(want[:numel], own, others, rank)
+    length = sum(sizes) + 48 * len(sizes)
+    memory = torch.randn(size, length, generator=torch.Generator().manual_seed(length)).to(sent).to(device)
+    *others, own = (spaced(sizes, row) for row in memory)
+    out, want = (torch.full((length,), 7.0, dtype=dtype, device=device) for _ in range(2))
+    average_(spaced(sizes, out), own, others, rank)
+    average_reference(spaced(sizes, want), own, others, rank)
     assert torch.equal(out, want), "what lies behind is left alone"
-    mean = torch.stack([piece.double() for piece in pieces]).mean(0)
-    torch.testing.assert_close(out[:numel].double(), mean, rtol=1e-6, atol=1e-7)
+    mean = memory.double().mean(0)
+    for got, expected in zip(spaced(sizes, out), spaced(sizes, mean), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("numel", [1, 1024, 1025, 10_000])
+@pytest.mark.parametrize("sizes", MANY.values(), ids=MANY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_tensor_in_two_places(device: torch.device, numel: int, dtype: torch.dtype) -> None:
-    source = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(device)
+def test_tensors_in_two_places(device: torch.device, sizes: list[int], dtype: torch.dtype) -> None:
+    length = sum(sizes) + 48 * len(sizes)
+    memory = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(device)
     if device.type == "cpu":
-        source = source.to(dtype).float()  # Triton's interpreter cuts what the device rounds
-    places, wanted = (torch.full((2, numel + 8), 7.0, dtype=dtype, device=device) for _ in range(2))
-    stage_(source, *places[:, :numel])
-    stage_reference(source, *wanted[:, :numel])
-    assert torch.equal(places, wanted) and torch.equal(places[1, :numel], source.to(dtype))
+        memory = memory.to(dtype).float()  # Triton's interpreter cuts what the device rounds
+    sources = spaced(sizes, memory)
+    places, wanted = (torch.full((2, length), 7.0, dtype=dtype, device=device) for _ in range(2))
+    stage_(sources, *(spaced(sizes, place) for place in places))
+    stage_reference(sources, *(spaced(sizes, place) for place in wanted))
+    assert torch.equal(places, wanted), "what lies behind is left alone"
+    for source, second in zip(sources, spaced(sizes, places[1]), strict=True):
+        assert torch.equal(second, source.to(dtype))
+
+
+def test_tensors_of_several_dtypes(device: torch.device) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    sources = [torch.arange(64.0 * n, device=device) % 32 for n in (1, 20, 40)]
+    firsts, seconds = ([torch.zeros_like(t, dtype=d) for t, d in zip(sources, dtypes, strict=True)] for _ in range(2))
+    stage_(sources, firsts, seconds)
+    for source, first, second in zip(sources, firsts, seconds, strict=True):
+        assert torch.equal(first, source.to(first.dtype)) and torch.equal(second, first)
 
 
 # Cross-entropy. -------------------------------------------------------------------------------------------------------

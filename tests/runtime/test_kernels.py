@@ -41,12 +41,16 @@ import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zcompile.runtime.kernels.adamw import _adamw_kernel, BLOCK_ELEMENTS, NUM_WARPS
-from zcompile.runtime.kernels import average, cross_entropy, stage, sumsq
+from zcompile.runtime.kernels import average, blocks, cross_entropy, stage, sumsq
 
 def compile(kernel, types, constants, num_warps, odd=()):
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i" and name not in odd}
+    aligned = {}
+    for i, name in enumerate(names):
+        kind = signature[name]
+        places = {(i, j): each for j, each in enumerate(kind)} if isinstance(kind, tuple) else {(i,): kind}
+        aligned |= {place: [["tt.divisibility", 16]] for place, each in places.items() if each[0] in "*i" and name not in odd}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
 
@@ -70,12 +74,15 @@ for kind, size in (("fp32", 4), ("bf16", 2)):
     ptx = compile(sumsq._partial_kernel, types, dict(BLOCK=sumsq.BLOCK_ELEMENTS, NUM_BLOCKS=5), sumsq.NUM_WARPS)
     assert wide(ptx, "ld") and not re.search(r"ld\\.global(?![.:\\w]*v4)", ptx), "only wide loads"
 for wire in ("fp32", "bf16"):
-    types = dict(out="*fp32", own=f"*{wire}", received=f"*{wire}", stride="i32", numel="i32", factor="fp32")
-    ptx = compile(average._average_kernel, types, dict(RANK=1, SIZE=3, BLOCK=average.BLOCK_ELEMENTS), average.NUM_WARPS)
-    assert wide(ptx, "st") and not re.search(r"(ld|st)\\.global(?![.:\\w]*v[24])", ptx), "only wide accesses"
-    types = dict(source="*fp32", first=f"*{wire}", second=f"*{wire}", numel="i32")
-    ptx = compile(stage._stage_kernel, types, dict(BLOCK=stage.BLOCK_ELEMENTS), stage.NUM_WARPS)
-    assert wide(ptx, "ld") and not re.search(r"(ld|st)\\.global(?![.:\\w]*v[24])", ptx), "only wide accesses"
+    constants = dict(BLOCK=blocks.BLOCK_ELEMENTS)
+    each = blocks.BLOCK_ELEMENTS // (32 * blocks.NUM_WARPS) * (2 if wire == "bf16" else 4) // 16  # accesses of a thread
+    places = {name: ("*fp32",) * 2 for name in ("outs", "owns", "received")} | dict(owns=(f"*{wire}",) * 2, received=(f"*{wire}",) * 2)
+    types = places | dict(strides=("i32",) * 2, starts=("i32",) * 2, numels=("i32",) * 2, factor="fp32")
+    ptx = compile(average._average_kernel, types, constants | dict(RANK=1, SIZE=3), blocks.NUM_WARPS, odd=("starts", "numels"))
+    assert (wide(ptx, "ld"), wide(ptx, "st")) == (3 * each, 2), (wire, wide(ptx, "ld"), wide(ptx, "st"))
+    types = dict(sources=("*fp32",) * 2, firsts=(f"*{wire}",) * 2, seconds=(f"*{wire}",) * 2, starts=("i32",) * 2, numels=("i32",) * 2)
+    ptx = compile(stage._stage_kernel, types, constants, blocks.NUM_WARPS, odd=("starts", "numels"))
+    assert (wide(ptx, "ld"), wide(ptx, "st")) == (2, 2 * each), (wire, wide(ptx, "ld"), wide(ptx, "st"))
 for kind, size in (("fp32", 4), ("bf16", 2)):  # any number of columns: rows begin at multiples of 16
     types = dict(logits=f"*{kind}", labels="*i64", losses="*fp32", lse="*fp32", grad="*fp32", weights="*fp32")
     types |= dict(first="i32", num_columns="i32", stride="i32")
@@ -94,6 +101,32 @@ def test_kernels_compile_to_wide_accesses(tmp_path: Path) -> None:
     """For Hopper, without one: every access to the arenas of a full block is 16 bytes."""
     result = run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert "all wide" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("count", "shares"), [(0, []), (1, [1]), (4, [4]), (5, [3, 2]), (9, [3, 3, 3]), (10, [4, 4, 2])]
+)
+def test_launches_share_tensors_evenly(count: int, shares: list[int]) -> None:
+    from zcompile.runtime.kernels import blocks
+
+    each = [torch.zeros(blocks.BLOCK_ELEMENTS * i + 1) for i in range(count)]
+    found = list(blocks.launches(each, each))
+    assert [len(launch.places) for launch in found] == shares
+    assert [place for launch in found for place in launch.places] == list(range(count))
+    for launch in found:
+        blocks_of = [place + 1 for place in launch.places]
+        assert launch.starts == tuple(sum(blocks_of[:i]) for i in range(len(blocks_of)))
+        assert launch.num_blocks == sum(blocks_of)
+        assert launch.numels == launch.of([tensor.numel() for tensor in each])
+
+
+def test_launches_are_of_one_kind_of_tensors_and_leave_out_empty_ones() -> None:
+    from zcompile.runtime.kernels import blocks
+
+    sizes = (3, 0, 5, 7)
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    rows = [torch.zeros(n) for n in sizes], [torch.zeros(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
+    assert [launch.places for launch in blocks.launches(*rows)] == [(0, 3), (2,)]
 
 
 @pytest.mark.parametrize("scaled", [False, True])
