@@ -919,6 +919,13 @@ def is_short_wait_over(error: RuntimeError) -> bool:
     return "Operation timed out" in str(error)
 
 
+def group_error(group: Any, device: torch.device) -> str:
+    """What broke a group's connections, "" while nothing did. Only NCCL tells; its works count as done then, and as not failed."""
+    ask = getattr(group._get_backend(device), "get_error", None)
+    error = None if ask is None else ask().name
+    return "" if error in (None, "SUCCESS") else error
+
+
 def abort_group(group: Any) -> None:
     """End all collectives of ``group`` at once, so that streams which wait for them go on (NCCL only)."""
     group.abort()
@@ -1320,14 +1327,16 @@ def _check_ranks() -> None:
     assert store.underlying_store is not None and hasattr(TCPStore, "clone")
     for name in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allreduce_coalesced", "abort"):
         assert hasattr(ProcessGroup, name), f"ProcessGroup has no {name}"
+    from torch.distributed import distributed_c10d
+
+    nccl: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)  # only builds for GPUs have it
+    assert hasattr(ProcessGroup, "_get_backend") and (nccl is None or hasattr(nccl, "get_error"))
     assert is_short_wait_over(RuntimeError("Operation timed out!"))
     from torch._C._distributed_c10d import _SymmetricMemory
 
     for name in ("empty_strided_p2p", "rendezvous", "get_buffer", "get_signal_pad", "barrier"):
         assert hasattr(_SymmetricMemory, name), f"_SymmetricMemory has no {name}"
-    from torch.distributed.distributed_c10d import _get_process_group_store, _set_pg_timeout
-
-    assert callable(_set_pg_timeout) and callable(_get_process_group_store)
+    assert callable(distributed_c10d._set_pg_timeout) and callable(distributed_c10d._get_process_group_store)
     waiting: Any = store
     assert waiting.timeout.total_seconds() > 0 and hasattr(waiting, "set_timeout")
     assert is_broken_collective(torch.distributed.DistNetworkError("")) and not is_broken_collective(ValueError())

@@ -116,7 +116,7 @@ class Collectives:
         self.let_go: Callable[[], None] = lambda: None
         self._device = mesh.device
         self.peers: PeerCopies | None = None
-        self._watches = DeviceWatches(agreement)
+        self._watches = DeviceWatches(agreement, self._what_broke)
         if self._size > 1:
             compat.set_group_timeout(self._group, agreement.timeout + BACKEND_GRACE)
             agreement.watch_device(self._watches.oldest, self._abort)
@@ -294,6 +294,10 @@ class Collectives:
             except _ConnectionBroke as broke:
                 raise self._agreement.explain(broke.error, description) from broke.error
         self._unfinished -= 1
+
+    def _what_broke(self) -> str:
+        group = self._group
+        return "" if group is None or self._on_host else compat.group_error(group, self._device)
 
     def _abort(self) -> None:
         """The agreement is broken: end what is in flight. Gloo ends it only with the processes, so keep its group alive."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from zcompile.runtime.ranks.agreement import Agreement
@@ -50,10 +51,17 @@ def _has_ended(work: Any) -> bool:
 
 
 class DeviceWatches:
-    """What one model gave its device, lane by lane."""
+    """What one model gave its device, lane by lane.
 
-    def __init__(self, agreement: Agreement) -> None:
+    Args:
+        agreement: of the ranks.
+        broken: says what broke the connections through which collectives go, "" while nothing did; waits for nothing.
+    """
+
+    def __init__(self, agreement: Agreement, broken: Callable[[], str]) -> None:
         self._agreement = agreement
+        self._broken = broken
+        self._broke: Wait | None = None
         self._lanes: dict[str, DeviceWatch] = {}
 
     def note(self, lane: str, number: int, work: Any, description: str) -> None:
@@ -64,7 +72,12 @@ class DeviceWatches:
         watch.newest = (number, work, description)
 
     def oldest(self) -> Wait | None:
-        """What the device has waited for longest. Called from the board's thread."""
+        """What the device has waited for longest, or will wait for in vain. Called from the board's thread."""
+        if self._broke is None and (error := self._broken()):
+            text = f"collectives whose connections broke ({error})"
+            self._broke = self._agreement.device_wait(text, self._agreement.started(0), time.monotonic(), urgent=True)
+        if self._broke is not None:  # collectives may count as done then which the device still waits for
+            return self._broke
         waits = [wait for watch in list(self._lanes.values()) if (wait := watch.oldest()) is not None]
         return min(waits, key=lambda wait: wait.needs, default=None)
 

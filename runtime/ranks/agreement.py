@@ -23,7 +23,6 @@ STORE_SILENCE = 15.0  # seconds without an answer of the store after which its h
 LOST_CONNECTION = 25.0  # seconds to find out which rank broke a connection
 FAREWELL = 5.0  # seconds that the host of the store stays for others to read why it ended
 
-
 __all__ = ["Agreement", "Sequence", "TextSequence"]
 
 
@@ -197,9 +196,10 @@ class Agreement:
         self._device_waits.append(oldest)
         self._on_break.append(on_break)
 
-    def device_wait(self, description: str, needs: int, since: float) -> Wait:
-        """A wait of the device for collective ``needs``, for ``watch_device``."""
-        return Wait("waiting", description, f"waits {self._where()}for {description}", needs=needs, since=since)
+    def device_wait(self, description: str, needs: int, since: float, *, urgent: bool = False) -> Wait:
+        """A wait of the device for collective ``needs``, for ``watch_device``; ``urgent``: somebody has ended."""
+        text = f"waits {self._where()}for {description}"
+        return Wait("waiting", description, text, needs=needs, since=since, urgent=urgent)
 
     def explain(self, error: BaseException, description: str) -> RankError:
         """A connection broke: find out which rank ended (up to 25 s), break the agreement and return what to raise."""
@@ -288,6 +288,8 @@ class Agreement:
             self._break(kind, body)
         elif waited > self.timeout and wait not in (self._wait, self.beside):  # nobody waits on the host: give up here
             self._break(RankTimeoutError, self._judge.name_missing(wait, self._judge.latest))
+        elif waited > LOST_CONNECTION and wait.urgent and wait is not self._wait:
+            self._break(RankError, f"rank {self.rank} {wait.text}, and no rank is known to have ended")
 
     # Inside. ----------------------------------------------------------------------------------------------------------
 
