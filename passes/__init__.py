@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from zcompile.analysis.units import MIB
 from zcompile.config import Config
-from zcompile.errors import PipelineError
+from zcompile.errors import ConfigError, PipelineError
 from zcompile.passes.align import Align
 from zcompile.passes.cleanup import Cleanup
 from zcompile.passes.memory.chunk_loss import ChunkLoss
@@ -23,7 +24,7 @@ from zcompile.passes.zero.plan_units import PlanUnits
 from zcompile.passes.zero.reduce import Reduce
 from zcompile.passes.zero.shard import Shard
 from zcompile.passes.zero.unshard import Unshard
-from zcompile.pipeline import Pass, Pipeline
+from zcompile.pipeline import Pass, Pipeline, StepPass
 
 #: every pass that a spec can name, in the order of the default pipeline
 PASSES: tuple[type[Pass[Any]], ...] = (
@@ -82,6 +83,28 @@ def schedule(policy: str, *, window: bool = False) -> tuple[Pass[Any], ...]:
     return (*keep, *hold, *rest) if any(isinstance(p, Bucket) for p in rest) else (*keep, *hold, Bucket(), *rest)
 
 
+def read_policy(policy: str | StepPass | Sequence[StepPass] | None) -> tuple[str | None, tuple[StepPass, ...]]:
+    """A policy as a configuration has it: its spec and, where that names passes of the user's own, the passes themselves.
+
+    Raises:
+        ConfigError: not a policy; or ``"auto"``, which is not one either.
+    """
+    if policy == "auto":
+        raise ConfigError(
+            "policy is 'auto'; pass memory_budget='80GiB', or 0.9 of a GPU, and leave policy out: then it is searched for. "
+            "python -m zcompile policies --policies auto prints what is best on any number of ranks"
+        )
+    if policy is None or isinstance(policy, str):
+        return policy, ()
+    given: tuple[Any, ...] = tuple(policy) if isinstance(policy, Sequence) else (policy,)
+    if not given or not all(isinstance(p, StepPass) for p in given):
+        raise ConfigError(
+            f"policy is {policy!r}; pass a spec such as 'keep{{units=2}},prefetch', a StepPass, or a list of them"
+        )
+    spec = ",".join(map(str, given))
+    return spec, () if all(type(p) in (Keep, Hold, Bucket, Prefetch) for p in given) else given
+
+
 def chunk_loss(config: Config, gpu: str) -> tuple[ChunkLoss, ...]:
     """The pass that computes losses in pieces, as ``loss_chunk`` says; with a size it takes any loss that is larger."""
     if config.loss_chunk == "none":
@@ -117,7 +140,7 @@ def default_pipeline(config: Config, *, size: int, axis: str = "dp", gpu: str = 
             Unshard(stage=config.stage),
             Reduce(stage=config.stage, dtype=config.reduce_spec),
             Outline(),
-            *schedule(config.policy, window=config.gradient_accumulation_steps > 1),
+            *(config.own_policy or schedule(config.policy, window=config.gradient_accumulation_steps > 1)),
             *offload,
             Cleanup(),
         )

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile.config import Config
-from zcompile.errors import PassError, PipelineError
+from zcompile.errors import ConfigError, PassError, PipelineError
 from zcompile.ir import meta
 from zcompile.ir.graph import Graph, Input, Step
 from zcompile.ir.text import parse_step
-from zcompile.passes import KNOWN, PASSES, default_pipeline, parse, schedule
+from zcompile.passes import KNOWN, PASSES, default_pipeline, parse, read_policy, schedule
 from zcompile.passes.cleanup import Cleanup
+from zcompile.passes.memory.chunk_loss import ChunkLoss
 from zcompile.passes.replay import opt, parse_target
 from zcompile.passes.schedule.bucket import Bucket
 from zcompile.passes.schedule.keep import Keep
@@ -68,7 +70,11 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def passes(draw: st.DrawFn) -> Pass[Any]:
     cls = draw(st.sampled_from(PASSES))
-    return cls(**{f.name: draw(OPTIONS[f.name]) for f in dataclasses.fields(cls)})
+    of = {f.name: OPTIONS[f.name] for f in dataclasses.fields(cls)}
+    for f in dataclasses.fields(cls):
+        if "None" not in str(f.type):
+            of[f.name] = of[f.name].filter(lambda value: value is not None)
+    return cls(**{name: draw(values) for name, values in of.items()})
 
 
 @pytest.fixture
@@ -91,6 +97,8 @@ def test_every_pass_with_every_option_survives_its_spec(chosen: tuple[Pass[Any],
 def test_a_spec_may_be_written_freely() -> None:
     pipeline = parse(" shard{stage=2, size=4 ignore=*.norm.*} ,cleanup,reduce{dtype=none local=true}")
     assert pipeline.passes == (Shard(stage=2, size=4, ignore="*.norm.*"), Cleanup(), Reduce(dtype=None, local=True))
+    assert parse("prefetch { lookahead = 2 }, bucket{mib =0.5}") == Pipeline((Prefetch(lookahead=2), Bucket(mib=0.5)))
+    assert parse("shard{axis=3 ignore=none}").passes == (Shard(axis="3", ignore="none"),), "words may look like numbers"
     assert str(Prefetch(lookahead=2)) == "prefetch{lookahead=2 limit_mib=none}" and str(Cleanup()) == "cleanup"
     assert parse("") == Pipeline(())
 
@@ -105,6 +113,12 @@ def test_a_spec_may_be_written_freely() -> None:
         ("Prefetch", r"'Prefetch' is not a pass spec; write name or name\{option=value other=value\}"),
         ("prefetch{lookahead=1", r"'prefetch\{lookahead=1' is not a pass spec"),
         ("shard,,cleanup", "'' is not a pass spec"),
+        ("prefetch{lookahead=far}", "pass 'prefetch' has lookahead=far; lookahead is a whole number$"),
+        ("prefetch{lookahead=1e99}", "pass 'prefetch' has lookahead=1e99; lookahead is a whole number$"),
+        ("prefetch{lookahead=true}", "pass 'prefetch' has lookahead=true; lookahead is a whole number$"),
+        ("prefetch{lookahead=}", "pass 'prefetch' has lookahead=; lookahead is a whole number$"),
+        ("prefetch{limit_mib=much}", "pass 'prefetch' has limit_mib=much; limit_mib is a number or none$"),
+        ("hold{inside=1}", "pass 'hold' has inside=1; inside is true or false$"),
     ],
 )
 def test_what_is_no_spec_is_refused(spec: str, message: str) -> None:
@@ -120,6 +134,44 @@ def test_policies_are_schedule_passes() -> None:
     assert schedule("bucket,keep{mib=64}") == (Keep(mib=64), Bucket())
     with pytest.raises(PipelineError, match="policy 'cleanup' names 'cleanup', which is no schedule pass; those are"):
         schedule("cleanup")
+
+
+@dataclass(frozen=True)
+class Mine(StepPass):
+    """A policy of a user's."""
+
+    name: ClassVar[str] = "mine"
+    regions: int = 1
+
+    def run(self, target: Step, stats: Stats) -> None:
+        stats["runs"] += 1
+
+
+def test_a_policy_is_a_spec_or_passes() -> None:
+    assert read_policy(None) == (None, ())
+    assert read_policy("prefetch{lookahead=2}") == ("prefetch{lookahead=2}", ())
+    assert read_policy(Prefetch(lookahead=2)) == ("prefetch{lookahead=2 limit_mib=none}", ())
+    assert read_policy([Keep(units=2), Prefetch()])[1] == ()
+    assert read_policy(Mine(2)) == ("mine{regions=2}", (Mine(2),))
+    assert read_policy((Bucket(), Mine())) == (f"{Bucket()},mine{{regions=1}}", (Bucket(), Mine()))
+
+
+def test_a_policy_of_ones_own_is_all_that_schedules() -> None:
+    config = Config(policy="mine{regions=2}", own_policy=(Mine(2),), gradient_accumulation_steps=2)
+    usual = default_pipeline(Config(policy="none"), size=2).passes
+    at = len(usual) - 1
+    assert default_pipeline(config, size=2).passes == (*usual[:at], Mine(2), usual[at])
+
+
+@pytest.mark.parametrize("policy", [5, [], ["prefetch"], Mine, (Prefetch(), "keep"), ChunkLoss()])
+def test_what_is_no_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^policy is .*; pass a spec such as .*, a StepPass, or a list of them$"):
+        read_policy(policy)
+
+
+def test_auto_is_a_budget() -> None:
+    with pytest.raises(ConfigError, match=r"^policy is 'auto'; pass memory_budget="):
+        read_policy("auto")
 
 
 # Order. ---------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from zcompile.module import CompiledModule
 from zcompile.modules import check_modules
 from zcompile.out_of_memory import explain
 from zcompile.parameters import compute_dtype, parameter_specs
-from zcompile.pipeline import Pipeline
+from zcompile.pipeline import Pipeline, StepPass
 from zcompile.placement import ParamSpec
 from zcompile.planner.hosted import step_here
 from zcompile.runtime.accumulation import Accumulation
@@ -63,7 +63,7 @@ def compile(
     precision: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     backend: str = "inductor",
-    policy: str | None = None,
+    policy: str | StepPass | Sequence[StepPass] | None = None,
     recompute: str | float | None = None,
     loss_chunk: str | None = None,
     offload: str | Sequence[str] | None = None,
@@ -94,7 +94,8 @@ def compile(
         precision: None computes in the model's own dtypes; ``"bf16"`` or ``"fp16"``: fp32 masters, computed and gathered in that dtype.
         reduce_dtype: dtype of gradient reductions; None: that of the masters.
         backend: ``"inductor"`` compiles regions, ``"eager"`` interprets them (the reference).
-        policy: schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``, or ``"none"``. None: ``"prefetch"``.
+        policy: schedule passes, such as ``"keep{units=2},prefetch{lookahead=2}"``, or ``"none"``. None: ``"prefetch"``. A ``StepPass`` of
+            one's own, or a list, runs alone, as it is.
         recompute: what is computed again in backward instead of being saved: None leaves it to the split, which computes cheap
             things again; ``"selective"``: everything in repeated blocks but matmuls, attention and convolutions; ``"full"``: whole
             blocks, of which only what they hand on is saved. A budget for all tensors of a rank, such as ``"24GiB"`` or ``0.8`` of
@@ -152,9 +153,11 @@ def compile(
         RankError: ranks have different models or options, or one is missing.
     """
     check_modules(model)
+    policy_spec, own_policy = passes.read_policy(policy)
     config = Config.choosing(
         memory_budget,
-        policy=policy,
+        policy=policy_spec,
+        own_policy=own_policy,
         recompute=recompute,
         loss_chunk=loss_chunk,
         offload=offload,

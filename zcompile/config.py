@@ -27,7 +27,8 @@ VERIFY_LEVELS = ("full", "fast", "off")
 class Config:
     """How to compile a model. See ``zcompile.compile`` for what each field means.
 
-    ``free`` names the options that ``memory_budget`` chooses: those that the caller left out.
+    ``free`` names the options that ``memory_budget`` chooses: those that the caller left out. ``own_policy`` holds the passes that
+    ``policy`` names where they are the user's own; they run alone, as they are.
     """
 
     stage: int = 3
@@ -35,6 +36,7 @@ class Config:
     reduce_dtype: str | None = None
     backend: str = "inductor"
     policy: str = "prefetch"
+    own_policy: tuple[Any, ...] = ()
     recompute: str | float | None = None
     loss_chunk: str | None = None
     offload: str | None = None

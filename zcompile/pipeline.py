@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from difflib import unified_diff
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_type_hints
 
 from zcompile.errors import PipelineError, ZCompileError
 from zcompile.ir.graph import Graph, Step
@@ -162,7 +162,7 @@ class Pipeline:
         """Read ``shard{stage=3},unshard{stage=3}`` with the passes in ``known``.
 
         Raises:
-            PipelineError: an unknown pass or option, or text that is not a spec.
+            PipelineError: an unknown pass or option, a value of another type than the option's, or text that is not a spec.
         """
         return Pipeline(tuple(_parse_pass(text, known) for text in _split_spec(spec)))
 
@@ -260,6 +260,9 @@ def _explain(error: ZCompileError, p: Pass[Any], before: tuple[Graph, ...], dump
 
 # Specs. ---------------------------------------------------------------------------------------------------------------
 
+#: what values of options are called
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "none"}
+
 _PASS = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\{([^{}]*)\})?\s*")
 
 
@@ -285,14 +288,31 @@ def _parse_pass(text: str, known: Mapping[str, type[Pass[Any]]]) -> Pass[Any]:
     if name not in known:
         raise PipelineError(f"unknown pass '{name}'; the known ones are {', '.join(sorted(known))}")
     cls = known[name]
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    kinds = _option_kinds(cls)
     options: dict[str, Any] = {}
-    for item in body.replace(",", " ").split():
+    for item in re.sub(r"\s+=\s*", "=", body.replace(",", " ")).split():  # "a= b=1": an empty word
         key, sep, value = item.partition("=")
-        if not sep or key not in fields:
-            raise PipelineError(f"pass '{name}' has no option '{key}'; its options are {', '.join(fields) or '(none)'}")
-        options[key] = parse_option(value)
+        if not sep or key not in kinds:
+            raise PipelineError(f"pass '{name}' has no option '{key}'; its options are {', '.join(kinds) or '(none)'}")
+        options[key] = _read_option(name, key, value, kinds[key])
     return cls(**options)
+
+
+def _option_kinds(cls: type[Pass[Any]]) -> dict[str, tuple[Any, ...]]:
+    """The types that each option may have; () where a spec cannot tell."""
+    hints = get_type_hints(cls)
+    kinds = {f.name: get_args(hints[f.name]) or (hints[f.name],) for f in dataclasses.fields(cls)}
+    return {name: of if all(kind in _KINDS for kind in of) else () for name, of in kinds.items()}
+
+
+def _read_option(name: str, key: str, text: str, kinds: tuple[Any, ...]) -> Any:
+    value = parse_option(text)
+    if not kinds or type(value) in kinds or (type(value) is int and float in kinds):
+        return value
+    if str in kinds:
+        return text
+    wanted = " or ".join(_KINDS[kind] for kind in kinds)
+    raise PipelineError(f"pass '{name}' has {key}={text}; {key} is {wanted}")
 
 
 def _print_option(value: Any) -> str:

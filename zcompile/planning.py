@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zcompile import passes
 from zcompile.config import Config, dtype_name, names_tuple, outputs_tuple
 from zcompile.modules import check_modules
+from zcompile.pipeline import StepPass
 from zcompile.planner.hardware import Hardware
 from zcompile.planner.hardware import hardware as find_hardware
 from zcompile.planner.plan import Plan
@@ -26,7 +28,7 @@ def plan(
     stage: int | None = None,
     precision: str | torch.dtype | None = None,
     hardware: str | Path | Hardware = "h200",
-    policy: str | None = None,
+    policy: str | StepPass | Sequence[StepPass] | None = None,
     recompute: str | None = None,
     loss_chunk: str | None = None,
     offload: str | Sequence[str] | None = None,
@@ -73,10 +75,12 @@ def plan(
         CaptureError: the model cannot be captured.
     """
     check_modules(model)
+    policy_spec, own_policy = passes.read_policy(policy)
     config = Config.choosing(
         memory_budget,
         stage=stage,
-        policy=policy,
+        policy=policy_spec,
+        own_policy=own_policy,
         recompute=recompute,
         loss_chunk=loss_chunk,
         offload=offload,

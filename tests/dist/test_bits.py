@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.dist.pool import Pools
 from tests.dist.training import Trained, assert_same_bits, train_case
+from zcompile.analysis.schedule import collectives, is_reduction
+from zcompile.ir.graph import Step
+from zcompile.pipeline import Stats, StepPass
 
 pytestmark = pytest.mark.dist
 
@@ -60,6 +64,32 @@ def test_policies(ranks: Pools, world: int, policy: str) -> None:
     if world == 3 and "lookahead=4" not in policy and "mib=0." not in policy:
         pytest.skip("two ranks have shown it")
     ranks(world, same_bits, policy=policy)
+
+
+@dataclass(frozen=True)
+class LateReductions(StepPass):
+    """A policy of a user's: reductions are waited for at the end, gathers stay where they are."""
+
+    name: ClassVar[str] = "late-reductions"
+
+    def run(self, target: Step, stats: Stats) -> None:
+        for graph in target.graphs:
+            for reduction in collectives(graph, is_reduction):
+                for node in (reduction.wait, *reduction.results):
+                    graph.output.prepend(node)
+                stats["waits moved"] += 1
+
+
+def policy_of_ones_own(**options: Any) -> None:
+    reference = base("deep", 3)
+    other, model, _ = train_case("deep", stage=3, steps=6, policy=LateReductions(), poison=True, **options)
+    assert_same_bits(other, reference)
+    assert model.history["late-reductions"].stats["waits moved"] > 0
+    assert "prefetch" not in str(model.pipeline) and "late-reductions" in str(model.pipeline)
+
+
+def test_policies_of_ones_own(ranks: Pools) -> None:
+    ranks(2, policy_of_ones_own)
 
 
 def policies_of_a_transformer() -> None:
