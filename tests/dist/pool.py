@@ -6,6 +6,7 @@ one that a test has broken is simply replaced.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -19,12 +20,16 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
+from tests.dist.worker import SHOWS_STACKS
+
 ROOT = Path(__file__).parents[2]
 
 #: seconds until a nursery or a pool must be ready
 START_LIMIT = 120.0
 #: seconds that the other ranks get after the first one failed
 GRACE = 20.0
+#: seconds for a worker that hangs to print where it is
+STACKS = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Pool:
         while waiting := [c for c, o in zip(self.connections, outcomes, strict=True) if o is None]:
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             seconds = time.monotonic() - begin
+            if not ready:
+                self._show_stacks([self.pids[self.connections.index(c)] for c in waiting])
             for connection in ready or waiting:
                 rank = self.connections.index(connection)
                 outcomes[rank] = self._receive(rank, seconds) if ready else self._lost(rank, "late", seconds)
@@ -94,7 +101,15 @@ class Pool:
         log = self.folder / f"rank{rank}.log"
         text = log.read_text() if log.exists() else ""
         fatal = text.find("Fatal Python error")  # the thread that ended the process comes first, and others may be many
-        return Outcome(kind, text=text[-3000:] if fatal < 0 else text[fatal:][:9000], seconds=seconds)
+        shown = text[-9000 if kind == "late" else -3000 :] if fatal < 0 else text[fatal:][:9000]
+        return Outcome(kind, text=shown, seconds=seconds)
+
+    def _show_stacks(self, pids: list[int]) -> None:
+        """Have workers that hang print where they are."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, SHOWS_STACKS)
+        time.sleep(STACKS)
 
     def kill(self) -> None:
         """End the workers; they hold nothing that needs an orderly end."""

@@ -23,6 +23,9 @@ from typing import Any
 #: seconds that a collective of the workers' default group may take
 GROUP_TIMEOUT = 60.0
 
+#: makes a worker print where each of its threads is
+SHOWS_STACKS = signal.SIGUSR1
+
 #: imported once, in the nursery
 HEAVY = (
     "torch",
@@ -77,6 +80,7 @@ def fork(address: str, key: bytes, rank: int, world_size: int, folder: Path, lea
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.enable()
+        faulthandler.register(SHOWS_STACKS)
         work(address, key, rank, world_size, folder)
         code = 0
     except EOFError:
