@@ -118,6 +118,7 @@ def test_a_spec_may_be_written_freely() -> None:
         ("prefetch{lookahead=true}", "pass 'prefetch' has lookahead=true; lookahead is a whole number$"),
         ("prefetch{lookahead=}", "pass 'prefetch' has lookahead=; lookahead is a whole number$"),
         ("prefetch{limit_mib=much}", "pass 'prefetch' has limit_mib=much; limit_mib is a number or none$"),
+        ("bucket{mib=nan}", "pass 'bucket' has mib=nan; mib is a number$"),
         ("hold{inside=1}", "pass 'hold' has inside=1; inside is true or false$"),
     ],
 )

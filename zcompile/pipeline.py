@@ -307,7 +307,8 @@ def _option_kinds(cls: type[Pass[Any]]) -> dict[str, tuple[Any, ...]]:
 
 def _read_option(name: str, key: str, text: str, kinds: tuple[Any, ...]) -> Any:
     value = parse_option(text)
-    if not kinds or type(value) in kinds or (type(value) is int and float in kinds):
+    is_told = type(value) in kinds or (type(value) is int and float in kinds)
+    if not kinds or (is_told and value == value):  # nan is no number
         return value
     if str in kinds:
         return text

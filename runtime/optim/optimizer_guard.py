@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> Non
     shards.accumulation = accumulation
     watched = weakref.ref(shards)
 
-    def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_optimizer(optimizer)
         check_scaler(optimizer)
         check_hosted(optimizer)
@@ -122,9 +122,29 @@ def watch_optimizers(shards: ParameterShards, accumulation: Accumulation) -> Non
         if mine is not None:
             check_complete(optimizer, mine)
             mine.updates += any(owner is mine for owner, _ in _managed(optimizer))
+        return _with_checked_closure(optimizer, args, kwargs, watched)
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(shards, handle.remove)
+
+
+def _with_checked_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Callable[[], ParameterShards | None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of a step whose closure, with a backward of its own, is followed by ``check_complete``; None without one."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        if (mine := watched()) is not None:
+            check_complete(optimizer, mine)
+        return loss
+
+    return (args[0], checked, *args[2:]) if len(args) > 1 else args, {
+        k: checked if k == "closure" else v for k, v in kwargs.items()
+    }
 
 
 def check_complete(optimizer: Optimizer, shards: ParameterShards) -> None:

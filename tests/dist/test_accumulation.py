@@ -235,6 +235,36 @@ def test_a_step_without_the_gradients_of_no_sync_is_refused(ranks: Pools, stage:
     ranks(2, step_inside_no_sync, stage=stage)
 
 
+def step_with_a_closure(stage: int, kind: str) -> None:
+    """The closure's backward leaves gradients outside of .grad: in ``no_sync``, or in a window that it does not end."""
+    model = compiled(stage, gradient_accumulation_steps=1 if kind == "no_sync" else WINDOW)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0), zcompile.optim.AdamW(model.parameters(), lr=1.0)]
+
+    def closure() -> torch.Tensor:
+        with model.no_sync() if kind == "no_sync" else torch.enable_grad():
+            loss = model(mine(0))["loss"]
+            loss.backward()
+        return loss
+
+    for optimizer in optimizers:
+        before = full_state(model)
+        with pytest.raises(OptimizerError, match=r"left out of \.grad"):
+            optimizer.step(closure)
+        with pytest.raises(OptimizerError, match=r"left out of \.grad"):
+            optimizer.step(closure=closure)
+        assert all(torch.equal(a, b) for a, b in zip(before, full_state(model), strict=True))
+        model.zero_grad()
+
+
+def full_state(model: Any) -> list[torch.Tensor]:
+    return [full(p.detach()).clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, "window"), (0, "no_sync"), (3, "no_sync")])
+def test_a_step_whose_closure_leaves_gradients_behind_is_refused(ranks: Pools, stage: int, kind: str) -> None:
+    ranks(2, step_with_a_closure, stage=stage, kind=kind)
+
+
 # Other ways to ask for gradients. -------------------------------------------------------------------------------------
 
 
