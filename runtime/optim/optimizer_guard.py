@@ -142,9 +142,9 @@ def _with_checked_closure(
             check_complete(optimizer, mine)
         return loss
 
-    return (args[0], checked, *args[2:]) if len(args) > 1 else args, {
-        k: checked if k == "closure" else v for k, v in kwargs.items()
-    }
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
 
 
 def check_complete(optimizer: Optimizer, shards: ParameterShards) -> None:
