@@ -144,7 +144,7 @@ def _with_checked_closure(
 
     if "closure" in kwargs:
         return args, kwargs | {"closure": checked}
-    return (args[0], checked, *args[2:]), kwargs
+    return (*args[:1], checked, *args[2:]), kwargs
 
 
 def check_complete(optimizer: Optimizer, shards: ParameterShards) -> None:
